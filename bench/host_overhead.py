@@ -40,7 +40,7 @@ from headrace.engine.config import EngineConfig
 from headrace.lab.datasets import WorkloadShape, make_requests
 from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.lab.offline import run_offline
-from headrace.tensor.host.cache_folder import cache_root
+from headrace.machine.cache_folder import cache_root
 
 STREAM = WorkloadShape(input_tokens=32, output_tokens=64)
 UNIQUE, NUM_UNIQUE = WorkloadShape(input_tokens=480, output_tokens=8), 32

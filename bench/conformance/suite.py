@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.tensor.host.cache_folder import cache_root
+from headrace.machine.cache_folder import cache_root
 
 VERSION = "4.26.0"
 ARCHIVE = f"jsonschema-{VERSION}.tar.gz"

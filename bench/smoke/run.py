@@ -37,7 +37,7 @@ from bench.smoke.model import make_model
 from bench.smoke.trees import Side, SmokeError, default_base, git, two_trees
 from bench.smoke.verdict import LEVEL, SLOWER, RowVerdict, cleared, judge, rounds_needed, suspects
 from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
-from headrace.tensor.host.cache_folder import cache_root
+from headrace.machine.cache_folder import cache_root
 
 WORKER_ROWS = (
     *(f"{kind} {precision}" for precision in ("bf16", "int8", "int4") for kind in ("decode-1", "decode-8", "prefill")),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from gguf_files import bundled_gguf
 
 from headrace.bundled import bundled_path
 from headrace.core.errors import CheckpointError
@@ -47,7 +48,7 @@ def test_a_version_from_push_to_removal(url: str, headrace: Headrace) -> None:
     [
         (("push", "headrace-tiny", "REF"), "names no version"),
         (("push", "/nowhere", "REF:1"), "there is no folder"),
-        (("pull", "REF:9"), "is not in the registry"),
+        (("pull", "REF:9"), "there is no folder"),
         (("pull", "http://a/b:1"), "begins with none of"),
         (("gc", "--dry-run"), "is for a registry"),
     ],
@@ -55,6 +56,23 @@ def test_a_version_from_push_to_removal(url: str, headrace: Headrace) -> None:
 def test_what_cannot_be_done_is_refused(url: str, arguments: tuple[str, ...], words: str, headrace: Headrace) -> None:
     refused = headrace("registry", *(word.replace("REF", f"{url}/draft") for word in arguments))
     assert (refused.returncode, words in refused.stderr) == (3, True), refused.stderr
+
+
+def test_a_gguf_file_is_served_by_reference(url: str, headrace: Headrace, tmp_path: Path) -> None:
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    model = bundled_path("headrace-tiny")
+    assert model is not None
+    bundled_gguf(model, folder / "model.gguf", "Q8_0")
+    assert headrace("registry", "push", str(folder), f"{url}/small:1").returncode == 0
+    assert (resolve_model(f"{url}/small:1") / "config.json").exists()
+
+
+def test_a_deployment_keeps_the_version_that_its_alias_had(url: str, headrace: Headrace) -> None:
+    headrace("registry", "push", "headrace-draft", f"{url}/draft:1")
+    folder = resolve_model(f"{url}/draft:latest")
+    headrace("registry", "push", "headrace-tiny", f"{url}/draft:2")
+    assert resolve_model(f"{url}/draft:latest") == folder
 
 
 def test_a_reference_stands_for_a_folder(url: str, headrace: Headrace, monkeypatch: pytest.MonkeyPatch) -> None:

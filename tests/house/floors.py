@@ -68,11 +68,11 @@ FLOORS: dict[str, Floor] = {
     "headrace.text.chat_renderer": Floor((), ("jinja2",)),  # imported inside functions
     "headrace.wire": Floor(_ours("core", "machine"), ("google", "grpc")),
     "headrace.observe": Floor(_ours("core"), ("prometheus_client",)),
-    "headrace.registry": Floor(_ours("core", "machine", "tensor.host.cache_folder"), (), ("obstore",)),
+    "headrace.registry": Floor(_ours("core", "machine"), (), ("obstore",)),
     "headrace.observe.traces": Floor(_ours("core", "observe"), ("aiohttp", "msgspec", "prometheus_client")),
     # 2 policy, tensors
     "headrace.policy": Floor(_ours("core")),
-    "headrace.tensor.host.cache_folder": Floor(),  # what is done while torch is imported imports nothing of others
+    "headrace.machine.cache_folder": Floor(),  # what is done while torch is imported imports nothing of others
     "headrace.tensor.host.file_memory": Floor(),
     "headrace.tensor.host.unfinished": Floor(),
     "headrace.tensor.packed.file": Floor(_ours("core", "tensor.checkpoint.header", "tensor.host.file_memory", "tensor.host.unfinished")),
@@ -80,7 +80,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.tensor": Floor(_ours("core", "machine"), ("torch", "numpy")),
     "headrace.tensor.kernels": Floor(_ours("core", "tensor.batch", "tensor.device", "tensor.host"), ("torch", "numpy")),
     "headrace.tensor.kernels.cpu": Floor(
-        _ours("core", "tensor.batch", "tensor.host", "tensor.kernels"), ("torch", "numpy", "numba", "llvmlite")
+        _ours("core", "machine.cache_folder", "tensor.batch", "tensor.host", "tensor.kernels"), ("torch", "numpy", "numba", "llvmlite")
     ),
     "headrace.tensor.kernels.gpu": Floor(_ours("core", "machine", "tensor.batch", "tensor.host", "tensor.kernels"), ("torch", "triton")),
     # 3 engine: the loop knows no tensor, the runner no socket
@@ -116,9 +116,7 @@ FLOORS: dict[str, Floor] = {
         _ours("core", "machine", "tensor", "engine.config", "engine.kv_sizing", "engine.runner"), ("torch", "numpy")
     ),
     "headrace.engine.kv_sizing": Floor(_ours("core", "engine.config")),
-    "headrace.engine.build": Floor(
-        _ours("core", "machine", "policy", "engine", "tensor.host.cache_folder", "tensor.host.threads", "tensor.packed.file")
-    ),
+    "headrace.engine.build": Floor(_ours("core", "machine", "policy", "engine", "tensor.host.threads", "tensor.packed.file")),
     "headrace.engine.server": Floor(
         _ours("core", "machine", "policy", "wire", "observe", "engine.config", "engine.loop", "engine.failpoints"), ("grpc", "google")
     ),

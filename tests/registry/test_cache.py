@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.core.errors import RegistryFailed
+from headrace.core.errors import CheckpointError, ConfigError, RegistryFailed
+from headrace.registry import cache as cache_module
 from headrace.registry.cache import RANGES_AHEAD, NodeCache
 from headrace.registry.names import Reference
 from headrace.registry.remote import CHUNK_BYTES, Registry
@@ -34,7 +35,7 @@ def pushed(folder: Path, version: str = "1", sizes: dict[str, int] = SIZES) -> R
     for name, size in sizes.items():
         data = random.Random(f"{name} {version}").randbytes(size)
         (source / name).write_bytes(b"{}" if name == "config.json" else data)
-    Registry(f"file://{folder}/registry").push(source, "llama", version)
+    Registry(f"file://{folder}/registry", may_make=True).push(source, "llama", version)
     return Reference(f"file://{folder}/registry", "llama", version)
 
 
@@ -66,6 +67,19 @@ def test_versions_share_what_is_equal(tmp_path: Path) -> None:
     second = cache.pull(pushed(tmp_path, "2", {"model.safetensors": 100, "config.json": 1}))
     assert (first / "config.json").samefile(second / "config.json")
     assert not (first / "model.safetensors").samefile(second / "model.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    """As if the process had ended."""
+    yield
+    release()
+
+
+def release() -> None:
+    for descriptor in cache_module._held.values():
+        os.close(descriptor)
+    cache_module._held.clear()
 
 
 class Killed(BaseException):
@@ -147,7 +161,7 @@ def test_five_gigabytes_are_pulled_within_bounded_memory(tmp_path: Path) -> None
         source.mkdir()
         with (source / "model.safetensors").open("wb") as weights:
             weights.truncate(size)
-        Registry(f"file://{tmp_path}/registry").push(source, "llama", str(size))
+        Registry(f"file://{tmp_path}/registry", may_make=True).push(source, "llama", str(size))
         environ = {**os.environ, "HEADRACE_CACHE_DIR": str(tmp_path / "cache")}
         command = [sys.executable, "-m", "headrace", "registry", "pull", f"file://{tmp_path}/registry/llama:{size}"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environ)
@@ -179,7 +193,8 @@ def test_verify_finds_what_a_look_at_times_does_not(tmp_path: Path) -> None:
         file.write(b"\0\0")
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert cache.verify(reference) == ["model-2.safetensors"]
-    assert cache.verify(reference) == [], "it is gone"
+    with pytest.raises(ConfigError, match="not on this machine"):
+        cache.verify(reference)
     assert content(cache.pull(reference)) == content(tmp_path / "source-1")
 
 
@@ -194,23 +209,83 @@ def test_what_was_used_longest_ago_makes_room(tmp_path: Path, monkeypatch: pytes
     size = {"model.safetensors": 1000}
     folders = {version: cache.pull(pushed(tmp_path, version, size)) for version in ("1", "2", "3")}
     for age, version in enumerate(("2", "1", "3")):
-        os.utime(folders[version].parent / "seen", (1000 + age, 1000 + age))
+        os.utime(folders[version].parent / ".used", (1000 + age, 1000 + age))
 
     def disk(path: Path) -> Usage:
         used = sum(file.stat().st_size for file in (tmp_path / "cache/registry/blobs").iterdir())
         return Usage(3600, used, 3600 - used)
 
+    release()
     monkeypatch.setattr(shutil, "disk_usage", disk)
     cache.pull(pushed(tmp_path, "4", size))
     assert {version: folder.exists() for version, folder in folders.items()} == {"1": True, "2": False, "3": True}
+    release()
     with pytest.raises(RegistryFailed, match="no room"):
         cache.pull(pushed(tmp_path, "5", {"model.safetensors": 3500}))
+    assert folders["1"].exists(), "what can never fit removes nothing"
+
+
+def test_a_version_that_shares_a_damaged_file_is_not_made_of_it(tmp_path: Path) -> None:
+    """The damage has the file's size and time."""
+    cache = NodeCache(tmp_path / "cache")
+    first = cache.pull(pushed(tmp_path, "1", {"config.json": 1, "model.safetensors": 50}))
+    config = first / "config.json"
+    times = config.stat()
+    config.chmod(0o600)
+    config.write_bytes(b"{ ")
+    os.utime(config, ns=(times.st_atime_ns, times.st_mtime_ns))
+    second = cache.pull(pushed(tmp_path, "2", {"config.json": 1, "model.safetensors": 60}))
+    assert content(second) == content(tmp_path / "source-2")
+    assert not first.exists(), "it would be served for good"
+
+
+def test_a_version_that_changes_under_its_name_is_refused(tmp_path: Path) -> None:
+    reference = pushed(tmp_path)
+    cache = NodeCache(tmp_path / "cache")
+    folder = cache.pull(reference)
+    release()
+    shutil.rmtree(folder.parent)
+    manifest = tmp_path / "registry/models/llama/versions/1.json"
+    manifest.chmod(0o600)
+    manifest.write_bytes(manifest.read_bytes().replace(b'"format"', b'"FORMAT"'))
+    with pytest.raises(CheckpointError, match="another manifest"):
+        cache.pull(reference)
+
+
+def test_a_part_that_a_crash_has_damaged_is_fetched_anew(tmp_path: Path) -> None:
+    reference = pushed(tmp_path)
+    cache = NodeCache(tmp_path / "cache")
+    manifest = Registry(reference.registry).find("llama", "1").manifest
+    large = next(file for file in manifest.files if file.path == "model-1.safetensors")
+    (tmp_path / "cache/registry/parts" / large.sha256).write_bytes(bytes(CHUNK_BYTES + 5))
+    seen: list[tuple[int, int]] = []
+    assert content(cache.pull(reference, lambda done, total: seen.append((done, total)))) == content(tmp_path / "source-1")
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_a_model_may_be_called_as_the_caches_own_files(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "model.safetensors").write_bytes(b"x")
+    Registry(f"file://{tmp_path}/registry", may_make=True).push(source, "seen", "1")
+    assert NodeCache(tmp_path / "cache").pull(Reference(f"file://{tmp_path}/registry", "seen", "1")).name == "seen"
+
+
+def test_a_folder_for_copies_that_others_may_write_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o777)
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(RegistryFailed, match="HEADRACE_CACHE_DIR"):
+        NodeCache(tmp_path / "cache")
 
 
 def test_free_removes_what_nobody_used(tmp_path: Path) -> None:
     cache = NodeCache(tmp_path / "cache")
     old, new = cache.pull(pushed(tmp_path, "1")), cache.pull(pushed(tmp_path, "2"))
-    os.utime(old.parent / "seen", (1000, 1000))
+    os.utime(old.parent / ".used", (1000, 1000))
+    cache.free(3600)
+    assert old.exists(), "this process uses it"
+    release()
+    (tmp_path / "cache/registry/blobs" / ("0" * 64)).write_bytes(b"of a pull that was killed")
     cache.free(3600)
     assert (old.exists(), new.exists()) == (False, True)
     assert not any(blob.stat().st_nlink == 1 for blob in (tmp_path / "cache/registry/blobs").iterdir())

@@ -11,7 +11,9 @@ import pytest
 from s3_kit import BUCKET, S3Server
 
 from headrace.core.errors import CheckpointError, ConfigError, RegistryFailed
+from headrace.registry import remote
 from headrace.registry.cache import NodeCache
+from headrace.registry.manifest import StoredFile
 from headrace.registry.names import Reference
 from headrace.registry.remote import GRACE_S, Registry
 
@@ -45,7 +47,7 @@ def model(folder: Path, **files: bytes) -> Path:
 
 
 def test_versions_never_change_and_aliases_move(url: str, tmp_path: Path) -> None:
-    registry = Registry(url)
+    registry = Registry(url, may_make=True)
     first, _ = registry.push(model(tmp_path / "a"), "llama", "1")
     assert registry.push(model(tmp_path / "a"), "llama", "1")[0].has_content_of(first)
     with pytest.raises(ConfigError, match="never changes"):
@@ -64,7 +66,7 @@ def test_versions_never_change_and_aliases_move(url: str, tmp_path: Path) -> Non
 
 
 def test_two_that_move_an_alias_at_once_both_do(url: str, tmp_path: Path) -> None:
-    registry = Registry(url)
+    registry = Registry(url, may_make=True)
     for version in ("1", "2", "3", "4"):
         registry.push(model(tmp_path / version), "llama", version)
     threads = [threading.Thread(target=registry.set_alias, args=("llama", "canary", version)) for version in ("1", "2", "3", "4")]
@@ -77,9 +79,10 @@ def test_two_that_move_an_alias_at_once_both_do(url: str, tmp_path: Path) -> Non
 
 
 def test_names_that_are_taken_or_unknown_are_refused(url: str, tmp_path: Path) -> None:
-    registry = Registry(url)
+    registry = Registry(url, may_make=True)
     folder = model(tmp_path / "a")
     registry.push(folder, "llama", "1")
+    registry.set_alias("llama", "old", "1")
     for refused in (
         lambda: registry.push(folder, "llama", "latest"),
         lambda: registry.push(folder, "../llama", "1"),
@@ -95,7 +98,7 @@ def test_names_that_are_taken_or_unknown_are_refused(url: str, tmp_path: Path) -
 
 def test_a_removed_version_is_not_pushed_again_and_its_bytes_go_after_a_day(url: str, tmp_path: Path) -> None:
     now = time.time()
-    registry = Registry(url, lambda: now)
+    registry = Registry(url, lambda: now, may_make=True)
     registry.push(model(tmp_path / "a", only_in_1=b"1"), "llama", "1")
     registry.push(model(tmp_path / "b", only_in_2=b"22"), "llama", "2")
     registry.remove("llama", "1")
@@ -110,7 +113,7 @@ def test_a_removed_version_is_not_pushed_again_and_its_bytes_go_after_a_day(url:
 
 def test_a_blob_that_may_be_collected_soon_is_sent_again(url: str, tmp_path: Path) -> None:
     now = time.time()
-    registry = Registry(url, lambda: now)
+    registry = Registry(url, lambda: now, may_make=True)
     registry.push(model(tmp_path / "a"), "llama", "1")
     sent = {key: changed for key, _, changed in registry._list("blobs")}
     registry.push(tmp_path / "a", "llama", "2")
@@ -122,7 +125,7 @@ def test_a_blob_that_may_be_collected_soon_is_sent_again(url: str, tmp_path: Pat
 
 
 def test_wrong_bytes_are_refused_and_named(url: str, tmp_path: Path) -> None:
-    registry = Registry(url)
+    registry = Registry(url, may_make=True)
     manifest, _ = registry.push(model(tmp_path / "a", big=b"b" * (9 << 20)), "llama", "1")
     weights = next(file for file in manifest.files if file.path == "big.safetensors")
     flipped = bytearray(b"b" * (9 << 20))
@@ -139,6 +142,44 @@ def test_wrong_bytes_are_refused_and_named(url: str, tmp_path: Path) -> None:
     assert (cache.pull(Reference(url, "llama", "1")) / "big.safetensors").read_bytes() == b"b" * (9 << 20)
 
 
+def test_the_only_version_goes_with_latest(url: str, tmp_path: Path) -> None:
+    registry = Registry(url, may_make=True)
+    registry.push(model(tmp_path / "a"), "llama", "1")
+    registry.remove("llama", "1")
+    assert (registry.versions("llama"), registry.aliases("llama")) == ([], {})
+    registry.push(tmp_path / "a", "llama", "2")
+    assert registry.aliases("llama") == {"latest": "2"}
+
+
+def test_a_file_that_changes_while_it_is_pushed_is_not_stored(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are the bytes of an earlier version with the same name lost."""
+    now = time.time()
+    registry = Registry(url, lambda: now, may_make=True)
+    folder = model(tmp_path / "a", big=b"a" * (20 << 20))
+    registry.push(folder, "llama", "1")
+    now += GRACE_S
+    hashed = remote._hashed
+
+    def then_changed(path: Path) -> StoredFile:
+        stored = hashed(path)
+        if path.name == "big.safetensors":
+            path.write_bytes(b"a" * ((20 << 20) - 1) + b"b")
+        return stored
+
+    monkeypatch.setattr(remote, "_hashed", then_changed)
+    with pytest.raises(CheckpointError, match="changed while"):
+        registry.push(folder, "llama", "2")
+    assert registry.check("llama", "1") == []
+    assert registry.versions("llama") == ["1"]
+
+
+@pytest.mark.socket
+def test_a_registry_that_is_only_read_makes_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no folder"):
+        Registry(f"file://{tmp_path}/absent")
+    assert not (tmp_path / "absent").exists()
+
+
 @pytest.mark.socket
 def test_a_registry_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.registry.remote.MAX_TRIES", 1)
@@ -152,7 +193,7 @@ def test_a_registry_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.socket
 def test_a_manifest_of_another_model_is_refused(tmp_path: Path) -> None:
-    registry = Registry(f"file://{tmp_path}/registry")
+    registry = Registry(f"file://{tmp_path}/registry", may_make=True)
     registry.push(model(tmp_path / "a"), "llama", "1")
     (tmp_path / "registry/models/other/versions").mkdir(parents=True)
     (tmp_path / "registry/models/llama/versions/1.json").rename(tmp_path / "registry/models/other/versions/1.json")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.tensor.host.cache_folder import ENVIRONMENT, cache_root, open_private
+from headrace.machine.cache_folder import ENVIRONMENT, cache_root, open_private
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -228,7 +228,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def _cache_dir() -> Path:
-    from headrace.tensor.host.cache_folder import cache_root
+    from headrace.machine.cache_folder import cache_root
 
     return cache_root(os.environ)
 

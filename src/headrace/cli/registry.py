@@ -13,6 +13,7 @@ from headrace.core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from headrace.registry.names import Reference
+    from headrace.registry.remote import Registry
 
 registry_app = typer.Typer(help="Keep versions of models in a folder, in S3 or in GCS.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -33,7 +34,7 @@ def push(folder: Annotated[Path, typer.Argument(help="A model's folder, or an ad
     where = _read(reference)
     if ":" not in reference.rpartition("/")[2]:
         raise ConfigError("model", f"{reference} names no version", f"Write for example {where.registry}/{where.name}:1.")
-    manifest, left_out = Registry(where.registry).push(source, where.name, where.tag, _progress)
+    manifest, left_out = Registry(where.registry, may_make=True).push(source, where.name, where.tag, _progress)
     for name in left_out:
         print(f"left out: {name}", file=sys.stderr)
     print(f"{where}: {len(manifest.files)} files, {manifest.num_bytes} bytes")
@@ -54,11 +55,10 @@ def list_models(
     """List models, their versions with what they are, and the aliases that point to them."""
     from headrace.registry.remote import Registry
 
-    there = Registry(registry)
-    names = there.names()
+    there, names = _model_of(registry) or (Registry(registry), [])
+    names = names or there.names()
     if not names:
-        root, _, last = registry.rstrip("/").rpartition("/")
-        there, names = Registry(root), [last]
+        raise ConfigError("registry", f"{registry} has no models", "Name a registry, or a model in one.")
     rows = []
     for name in names:
         aliases = there.aliases(name)
@@ -131,6 +131,18 @@ def gc(
         return
     collected = Registry(registry).collect(dry_run=dry_run)
     print(f"{collected.num_blobs} files, {collected.num_bytes} bytes {'would go' if dry_run else 'deleted'}")
+
+
+def _model_of(text: str) -> tuple[Registry, list[str]] | None:
+    """The registry and the name of a model; None: the text names none."""
+    from headrace.registry.remote import Registry
+
+    root, _, name = text.rstrip("/").rpartition("/")
+    try:
+        registry = Registry(root)
+    except ConfigError:
+        return None
+    return (registry, [name]) if registry.versions(name) else None
 
 
 def _read(text: str) -> Reference:

@@ -21,12 +21,12 @@ from headrace.engine.loop import Engine, Outbox
 from headrace.engine.preparation import Preparer
 from headrace.engine.steps import Runner
 from headrace.engine.utilisation import EngineMeter
+from headrace.machine.cache_folder import packed_directory
 from headrace.machine.forks import FORKS
 from headrace.machine.resources import allowed_cpus, read_available
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.scheduler import Scheduler
-from headrace.tensor.host.cache_folder import packed_directory
 from headrace.tensor.host.threads import plan_threads
 from headrace.tensor.packed.file import PackedFolder
 

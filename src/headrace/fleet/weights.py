@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import re
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 
 from headrace.bundled import FOLDER, bundled_adapter, bundled_names, bundled_path
 from headrace.core.errors import ConfigError
 from headrace.machine.folders import expanded
 from headrace.registry.names import is_reference, read_reference
-from headrace.tensor.checkpoint.gguf.paths import is_gguf
+from headrace.tensor.checkpoint.gguf.paths import is_first, is_gguf
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Pat
     if (folder := bundled_path(name_or_path, bundled)) is not None:
         return folder
     if is_reference(name_or_path):
-        return _from_registry(name_or_path)
+        return _pulled_model(name_or_path)
     path = expanded(name_or_path)
     if path.is_dir():
         return path.resolve()
@@ -75,6 +76,20 @@ def _is_path(name: str) -> bool:
     return is_odd or HUB_ID.fullmatch(name) is None
 
 
+@cache
+def _pulled_model(text: str) -> Path:
+    """Once for each process: a deployment that reads its file again keeps the version that an alias had at its start."""
+    folder = _from_registry(text)
+    if (folder / "config.json").exists():
+        return folder
+    files = [path for path in sorted(folder.iterdir()) if is_gguf(path) and is_first(path)]
+    if len(files) != 1:
+        raise ConfigError("model", f"{text} has no config.json, and {len(files)} models in .gguf files", "Push one model's folder.")
+    from headrace.tensor.checkpoint.gguf.folder import make_folder
+
+    return make_folder(files[0])
+
+
 def _from_registry(text: str) -> Path:
     from headrace.registry.cache import NodeCache
 
@@ -87,12 +102,7 @@ def _from_registry(text: str) -> Path:
             shown = 10 * done // total
             log.info("%s: %d of %d MB pulled", reference, done // 1_000_000, total // 1_000_000)
 
-    try:
-        return NodeCache().pull(reference, show)
-    except OSError as error:
-        raise ConfigError(
-            "model", f"{reference} cannot be kept on this node: {error}", "Set HEADRACE_CACHE_DIR to another folder."
-        ) from error
+    return NodeCache().pull(reference, show)
 
 
 def _from_hub(name: str, bundled: Path) -> Path:

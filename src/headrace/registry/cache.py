@@ -4,10 +4,12 @@
     blobs/DIGEST             a file, complete and checked
     parts/DIGEST             the beginning of one; a pull goes on from there
     versions/DIGEST/NAME/    a version under the digest of its manifest: hard links to its blobs
-    versions/DIGEST/seen     the files' sizes and times when they were checked; its own time is that of the last use
+    versions/DIGEST/.seen    the files' sizes and times when they were checked
+    versions/DIGEST/.used    its time is that of the last use; locked by each process that uses the version, as long as that lives
     tags/DIGEST              manifest's digest of a registry's version, so that a node that has it asks no registry
 
-A version's folder is renamed into its place once it is complete, so that it is there whole or not at all, wherever a pull ends.
+A version's folder is renamed into its place once it is complete, so that it is there whole or not at all, wherever a pull ends. One that is
+in use is not removed.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from headrace.core.errors import CheckpointError, RegistryFailed
+from headrace.core.errors import CheckpointError, ConfigError, RegistryFailed
 from headrace.core.regular_files import MAX_FILE_BYTES, read_file
+from headrace.machine.cache_folder import ENVIRONMENT, cache_root, open_private
 from headrace.registry.manifest import Manifest, StoredFile, read_manifest
 from headrace.registry.names import NAME, Reference
 from headrace.registry.remote import CHUNK_BYTES, Found, OnProgress, Registry
-from headrace.tensor.host.cache_folder import cache_root, open_private
 
 log = logging.getLogger(__name__)
 
@@ -46,41 +48,54 @@ class NodeCache:
 
     def __init__(self, root: Path | None = None) -> None:
         base = cache_root(os.environ) if root is None else root
-        self._root = open_private(base, ("registry",))
-        self._blobs, self._parts, self._versions, self._tags = (
-            open_private(base, ("registry", name)) for name in ("blobs", "parts", "versions", "tags")
-        )
+        with _on_disk(base):
+            self._root = open_private(base, ("registry",))
+            self._blobs, self._parts, self._versions, self._tags = (
+                open_private(base, ("registry", name)) for name in ("blobs", "parts", "versions", "tags")
+            )
 
     def pull(self, reference: Reference, on_progress: OnProgress | None = None) -> Path:
-        """The folder of that version, pulled where it is not here whole.
+        """The folder of that version, pulled where it is not here whole. It stays as long as this process lives.
 
         Raises RegistryFailed, ConfigError where it is not in the registry, CheckpointError for bytes that are not those pushed.
         """
         tag_file = self._tags / hashlib.sha256(str(reference).encode()).hexdigest()
-        if (folder := self._known(tag_file, reference)) is not None:
+        pinned = self._pinned(tag_file)
+        with _on_disk(self._root):
+            if pinned and (folder := self._known(pinned, reference.name)) is not None:
+                return folder
+            registry = Registry(reference.registry)
+            found = registry.find(reference.name, reference.tag)
+            if pinned not in ("", found.digest):
+                reason = "has another manifest than when this machine pulled it first, and a version never changes"
+                raise CheckpointError(str(reference), reason, f"If that is meant, remove {tag_file}.")
+            with self._locked():
+                if (folder := self._folder(found.digest, reference.name)) is None:
+                    folder = self._fetch(registry, found, on_progress)
+                _hold(folder.parent)
+            if reference.tag == found.manifest.version:
+                self._write(tag_file, found.digest.encode())
             return folder
-        registry = Registry(reference.registry)
-        found = registry.find(reference.name, reference.tag)
-        with self._locked():
-            if (folder := self._folder(found.digest, reference.name)) is None:
-                folder = self._fetch(registry, found, on_progress)
-        if reference.tag == found.manifest.version:
-            self._write(tag_file, found.digest.encode())
-        return folder
 
     def verify(self, reference: Reference) -> list[str]:
-        """Reads all bytes of a version that is here, and returns the names of wrong files; then the version is removed."""
+        """Reads all bytes of a version that is here, and returns the names of wrong files; then every version with one of them is removed.
+
+        Raises ConfigError where it is not here.
+        """
         found = Registry(reference.registry).find(reference.name, reference.tag)
-        with self._locked():
+        with _on_disk(self._root), self._locked():
             home = self._versions / found.digest / reference.name
-            wrong = [file.path for file in found.manifest.files if home.is_dir() and not _is_intact(home / file.path, file)]
-            if wrong:
-                self._remove(home.parent, found.manifest)
-        return wrong
+            if not home.is_dir():
+                raise ConfigError("model", f"{reference} is not on this machine", "headrace registry pull brings it.")
+            wrong = [file for file in found.manifest.files if not _is_intact(home / file.path, file)]
+            self._drop(wrong)
+        return [file.path for file in wrong]
 
     def free(self, max_age_s: float) -> int:
-        """Removes versions that no pull or start has asked for since; the bytes that the disk has more. Parts of pulls go as well."""
-        with self._locked():
+        """Removes versions that no pull or start has asked for since, and that no process uses; the bytes that the disk has more. Parts of
+        pulls go as well.
+        """
+        with _on_disk(self._root), self._locked():
             before = shutil.disk_usage(self._root).free
             for home, used in self._by_use():
                 if time.time() - used > max_age_s:
@@ -88,35 +103,45 @@ class NodeCache:
             for part in self._parts.iterdir():
                 if time.time() - part.stat().st_mtime > max_age_s:
                     part.unlink()
+            self._sweep(frozenset())
             return max(0, shutil.disk_usage(self._root).free - before)
 
     # versions
 
-    def _known(self, tag_file: Path, reference: Reference) -> Path | None:
+    def _pinned(self, tag_file: Path) -> str:
+        """The digest of the version's manifest, where it was pulled here; else empty."""
         with suppress(OSError, UnicodeDecodeError):
             digest = read_file(tag_file, 64).decode()
-            if NAME.fullmatch(digest):
-                if (folder := self._unchanged(digest, reference.name)) is not None:
-                    return folder  # without the lock: it is not waited for behind another version's pull
-                with self._locked():
-                    return self._folder(digest, reference.name)
-        return None
+            return digest if NAME.fullmatch(digest) else ""
+        return ""
+
+    def _known(self, digest: str, name: str) -> Path | None:
+        home = self._versions / digest
+        if home.is_dir() and _hold(home) and (folder := self._unchanged(digest, name)) is not None:
+            return folder  # without the cache's lock: it is not waited for behind another version's pull
+        with self._locked():
+            folder = self._folder(digest, name)
+            if folder is not None:
+                _hold(home)
+            return folder
 
     def _unchanged(self, digest: str, name: str) -> Path | None:
         found = self._seen(digest)
         if found is None:
             return None
         manifest, stamps = found
-        folder = self._versions / digest / name
+        home = self._versions / digest
+        folder = home / name
         if any(_stamp(folder / file.path) != stamps.get(file.path) for file in manifest.files):
             return None
-        os.utime(folder.parent / "seen")
+        with suppress(FileNotFoundError):
+            os.utime(home / ".used")
         return folder
 
     def _seen(self, digest: str) -> tuple[Manifest, dict[str, object]] | None:
         home = self._versions / digest
         try:
-            seen = json.loads(read_file(home / "seen", MAX_FILE_BYTES))
+            seen = json.loads(read_file(home / ".seen", MAX_FILE_BYTES))
             return read_manifest(json.dumps(seen["manifest"]).encode(), str(home)), dict(seen["stamps"])
         except (OSError, ValueError, KeyError, TypeError, CheckpointError):
             return None
@@ -126,18 +151,23 @@ class NodeCache:
         if (folder := self._unchanged(digest, name)) is not None or (found := self._seen(digest)) is None:
             return folder
         manifest, home = found[0], self._versions / digest
-        if not all(_is_intact(home / name / file.path, file) for file in manifest.files):
+        wrong = [file for file in manifest.files if not _is_intact(home / name / file.path, file)]
+        if wrong:
             log.warning("%s was changed on this disk: it is pulled again", home / name)
-            self._remove(home, manifest)
+            self._drop(wrong)
             return None
-        self._write(home / "seen", _seen(manifest, home / name))
+        self._write(home / ".seen", _seen(manifest, home / name))
         return home / name
 
     def _fetch(self, registry: Registry, found: Found, on_progress: OnProgress | None) -> Path:
         manifest, done = found.manifest, 0
+        self._drop(
+            [file for file in manifest.files if (self._blobs / file.sha256).exists() and not _is_intact(self._blobs / file.sha256, file)]
+        )
         missing = [file for file in manifest.files if not (self._blobs / file.sha256).exists()]
-        self._make_room(sum(file.size for file in missing))
         total = sum(file.size for file in missing)
+        begun = sum(_size(self._parts / file.sha256) for file in missing)
+        self._make_room(total - begun, frozenset(file.sha256 for file in manifest.files))
         for file in missing:
             for count in self._fetch_blob(registry, file):
                 done += count
@@ -148,15 +178,18 @@ class NodeCache:
         folder.mkdir(mode=0o700)
         for file in manifest.files:
             os.link(self._blobs / file.sha256, folder / file.path)
-        self._write(home / "seen", _seen(manifest, folder))
+        self._write(home / ".seen", _seen(manifest, folder))
+        (home / ".used").touch(mode=0o600)
         target = self._versions / found.digest
         if target.exists():
-            self._remove(target)
+            self._discard(target)
         home.rename(target)
         return target / manifest.name
 
-    def _fetch_blob(self, registry: Registry, file: StoredFile) -> Iterator[int]:
-        """Yields the bytes that have come, in turn. What a part has already is read again for the digest."""
+    def _fetch_blob(self, registry: Registry, file: StoredFile, is_second: bool = False) -> Iterator[int]:
+        """Yields the bytes that have come, in turn. What a part has already is read again for the digest; where a crash has damaged it, the
+        file is fetched from its beginning.
+        """
         part = self._parts / file.sha256
         digest, there = hashlib.sha256(), 0
         with part.open("a+b") as target:
@@ -174,6 +207,10 @@ class NodeCache:
             os.fsync(target.fileno())
         if digest.hexdigest() != file.sha256:
             part.unlink()
+            if there and not is_second:
+                yield -file.size
+                yield from self._fetch_blob(registry, file, is_second=True)
+                return
             raise CheckpointError(
                 f"{registry.url}: {file.path}", "has other bytes than were pushed", "Push the version again, or use another one."
             )
@@ -182,16 +219,21 @@ class NodeCache:
 
     # room
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _make_room(self, num_bytes: int, kept: Set[str]) -> None:
+        """kept: digests of blobs that stay"""
         for stale in self._versions.glob("new-*"):  # of a pull that was killed
             shutil.rmtree(stale, ignore_errors=True)
-        for home, _ in self._by_use():
-            if self._room() >= num_bytes:
-                return
-            log.info("%s is removed from this node: it was used longest ago", home)
-            self._remove(home)
+        if self._room() >= num_bytes:
+            return
+        self._sweep(kept)
+        if self._room() + sum(blob.stat().st_size for blob in self._blobs.iterdir() if blob.name not in kept) >= num_bytes:
+            for home, _ in self._by_use():
+                if self._room() >= num_bytes:
+                    return
+                if self._remove(home, kept):
+                    log.info("%s was removed from this machine: it was used longest ago", home)
         if self._room() < num_bytes:
-            raise RegistryFailed(str(self._root), f"the disk has no room for {num_bytes} bytes", "Free some, or set HEADRACE_CACHE_DIR.")
+            raise RegistryFailed(str(self._root), f"the disk has no room for {num_bytes} bytes", f"Free some, or set {ENVIRONMENT}.")
 
     def _room(self) -> int:
         usage = shutil.disk_usage(self._root)
@@ -200,20 +242,39 @@ class NodeCache:
     def _by_use(self) -> list[tuple[Path, float]]:
         """Versions used longest ago come first."""
         homes = [home for home in self._versions.iterdir() if not home.name.startswith("new-")]
-        return sorted(((home, _time_of(home / "seen")) for home in homes), key=lambda pair: pair[1])
+        return sorted(((home, _time_of(home / ".used")) for home in homes), key=lambda pair: pair[1])
 
-    def _remove(self, home: Path, damaged: Manifest | None = None) -> None:
-        """An engine that has its files open keeps them. damaged: its blobs go even where other versions have them."""
+    def _remove(self, home: Path, kept: Set[str] = frozenset()) -> bool:
+        """False where a process uses the version. kept: digests of blobs that stay"""
+        with suppress(FileNotFoundError), (home / ".used").open("rb") as used:
+            try:
+                fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        self._discard(home)
+        self._sweep(kept)
+        return True
+
+    def _discard(self, home: Path) -> None:
         gone = home.with_name(f"new-gone-{home.name}")
-        with suppress(OSError):
-            home.rename(gone)
-            shutil.rmtree(gone)
-        for file in damaged.files if damaged is not None else ():
-            blob = self._blobs / file.sha256
-            if blob.exists() and not _is_intact(blob, file):
-                blob.unlink()
+        shutil.rmtree(gone, ignore_errors=True)
+        home.rename(gone)
+        shutil.rmtree(gone)
+
+    def _drop(self, damaged: Sequence[StoredFile]) -> None:
+        """Removes these blobs, and all versions that have one of them, also where they are in use: they would be served for good."""
+        digests = {file.sha256 for file in damaged}
+        for home, _ in self._by_use() if digests else ():
+            seen = self._seen(home.name)
+            if seen is None or digests & {file.sha256 for file in seen[0].files}:
+                self._discard(home)
+        for digest in digests:
+            (self._blobs / digest).unlink(missing_ok=True)
+
+    def _sweep(self, kept: Set[str]) -> None:
+        """Removes blobs of no version."""
         for blob in self._blobs.iterdir():
-            if blob.stat().st_nlink == 1:
+            if blob.stat().st_nlink == 1 and blob.name not in kept:
                 blob.unlink()
 
     def _write(self, path: Path, data: bytes) -> None:
@@ -230,6 +291,14 @@ class NodeCache:
                 log.info("another process of this node changes %s: waiting for it", self._root)
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+@contextmanager
+def _on_disk(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RegistryFailed(str(root), f"this machine's copies cannot be kept there: {error}", f"Set {ENVIRONMENT}.") from error
 
 
 def _ranges(registry: Registry, file: StoredFile, start: int) -> Iterator[memoryview]:
@@ -266,6 +335,43 @@ def _stamp(path: Path) -> list[int] | None:
     except OSError:
         return None
     return [facts.st_size, facts.st_mtime_ns, facts.st_ino]
+
+
+_held: dict[Path, int] = {}
+"""By a version's folder the descriptor that locks it as long as this process lives."""
+
+
+def _hold(home: Path) -> bool:
+    """Whether the version is there, and is not removed any more while this process lives."""
+    descriptor = _held.get(home)
+    if descriptor is not None and _is_same(descriptor, home / ".used"):
+        return True
+    if descriptor is not None:
+        os.close(_held.pop(home))
+    try:
+        descriptor = os.open(home / ".used", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    if not _is_same(descriptor, home / ".used"):  # it was removed before it was locked
+        os.close(descriptor)
+        return False
+    _held[home] = descriptor
+    return True
+
+
+def _is_same(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _time_of(path: Path) -> float:

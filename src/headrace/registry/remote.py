@@ -5,9 +5,10 @@
     models/NAME/aliases/ALIAS/NUMBER.json {"version": ...}; the highest number counts
     models/NAME/removed/VERSION.json      its name is not used again
 
-Every object is written once: of two writers of one name the store itself refuses the second ("put if absent"). obstore signs,
-repeats and speaks to the stores; credentials are read where the clients of these clouds read theirs (AWS_ACCESS_KEY_ID,
-AWS_ENDPOINT_URL, AWS_ALLOW_HTTP, ...).
+All but blobs, whose bytes are always the same, is written once: of two writers of one name the store itself refuses the second ("put if
+absent"). Writers of the store are trusted: a manifest says what the bytes are, and nothing vouches for the manifest. obstore signs,
+repeats and speaks to the stores; credentials are read where the clients of these clouds read theirs (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
+AWS_ALLOW_HTTP, ...).
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from headrace.registry.names import LATEST, NAME, Reference, check_name, check_r
 
 CHUNK_BYTES = 8 << 20
 UPLOAD_CHUNKS = 4
-"""Sent at a time, so that an upload holds 32 MiB."""
+"""Sent at a time, so that an upload of up to 78 GiB holds 32 MiB."""
+MAX_PARTS = 10_000
+"""S3 takes no more of one file: those of larger ones are larger."""
 GRACE_S = 24 * 3600.0
 """A blob that no version names is kept for that long: a push may be about to name it."""
 MAX_PUSH_S = GRACE_S / 2
@@ -56,11 +59,12 @@ class Collected:
 class Registry:
     """url: checked by `names.check_registry`. Methods raise RegistryFailed where the store does not answer or refuses."""
 
-    def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, url: str, clock: Callable[[], float] = time.time, *, may_make: bool = False) -> None:
+        """may_make: a folder that is not there is made, as a push does"""
         self.url = check_registry(url)
         self._clock = clock
         with _failures(self.url):
-            self._store = _open(self.url)
+            self._store = _open(self.url, may_make=may_make)
 
     # what is there
 
@@ -118,7 +122,10 @@ class Registry:
         files = []
         total, done = sum((folder / file).stat().st_size for file in kept), 0
         for file in kept:
-            stored = _hashed(folder / file)
+            try:
+                stored = _hashed(folder / file)
+            except OSError as error:
+                raise CheckpointError(str(folder / file), f"cannot be read: {error.strerror}") from error
             self._upload(folder / file, stored)
             files.append(stored)
             done += stored.size
@@ -131,6 +138,8 @@ class Registry:
         if len(data) > MAX_MANIFEST_BYTES:
             raise CheckpointError(str(folder), f"has a manifest of {len(data)} bytes, more than {MAX_MANIFEST_BYTES}")
         is_new = self._create(_version_key(name, version), data)
+        for stored in files:  # one that was old may have been collected since it was looked at
+            self._upload(folder / stored.path, stored)
         if not is_new and not self.find(name, version).manifest.has_content_of(manifest):
             reason = f"{Reference(self.url, name, version)} is there with other files"
             raise ConfigError("version", reason, "A version never changes: push under another one.")
@@ -141,22 +150,36 @@ class Registry:
     def set_alias(self, name: str, alias: str, version: str) -> None:
         """Raises ConfigError for an alias that is a version's name, or a version that is not there."""
         check_name("alias", alias)
+        check_name("version", version)
         if self._read(_version_key(name, alias), MAX_MANIFEST_BYTES) is not None:
             raise ConfigError("alias", f"{alias!r} is a version of {name}", "Give the alias another name.")
         if self._read(_version_key(name, version), MAX_MANIFEST_BYTES) is None:
             known = ", ".join(self.versions(name)) or "none"
             raise ConfigError("version", f"{name} has no version {version!r} in {self.url}", f"It has {known}.")
+        self._move(name, alias, version)
+
+    def _move(self, name: str, alias: str, version: str) -> None:
+        """version: empty: it points nowhere"""
         data = json.dumps({"version": version, "time": self._clock()}).encode()
         for _ in range(MAX_TRIES):
             numbers = [int(key.rsplit("/", 1)[-1].removesuffix(".json")) for key, _, _ in self._list(f"models/{name}/aliases/{alias}")]
             if self._create(f"models/{name}/aliases/{alias}/{max(numbers, default=0) + 1:012d}.json", data):
+                if version and self._head(_removed_key(name, version)) is not None:
+                    raise ConfigError(
+                        "version", f"{name}:{version} was removed meanwhile, and {alias} points to it", "Move the alias again."
+                    )
                 return
         raise RegistryFailed(self.url, f"others keep moving the alias {alias} of {name}")
 
     def remove(self, name: str, version: str) -> None:
-        """The version's name is not used again; `collect` deletes its blobs. Nodes that have it keep it. Raises ConfigError."""
+        """The version's name is not used again; `collect` deletes its blobs. Nodes that have it keep it. `latest` goes with the only
+        version. Raises ConfigError.
+        """
         version = self.find(name, version).manifest.version
-        if pointing := [alias for alias, target in self.aliases(name).items() if target == version]:
+        pointing = [alias for alias, target in self.aliases(name).items() if target == version]
+        if pointing == [LATEST] and self.versions(name) == [version]:
+            self._move(name, LATEST, "")
+        elif pointing:
             raise ConfigError("version", f"{', '.join(pointing)} points to {name}:{version}", "Point it to another version first.")
         self._create(_removed_key(name, version), b"{}")
         with _failures(self.url):
@@ -170,8 +193,9 @@ class Registry:
             for version in self.versions(name):
                 named.update(file.sha256 for file in self.find(name, version).manifest.files)
         unnamed = [(key, size) for key, size, changed in self._list("blobs") if key.rsplit("/", 1)[-1] not in named and changed < before]
-        if not dry_run:
-            for key, _ in unnamed:
+        for key, _ in () if dry_run else unnamed:
+            entry = self._head(key)
+            if entry is not None and entry[2] < before:  # else a push has sent it again since
                 with _failures(self.url):
                     self._obstore.delete(self._store, key)
         return Collected(len(unnamed), sum(size for _, size in unnamed))
@@ -180,13 +204,10 @@ class Registry:
         """Reads a version's blobs, and returns the names of files whose bytes are missing or wrong."""
         wrong = []
         for file in self.find(name, tag).manifest.files:
-            digest = hashlib.sha256()
-            try:
+            digest, entry = hashlib.sha256(), self._head(_blob_key(file))
+            if entry is not None and entry[1] == file.size:
                 for data in self.read_blob(file):
                     digest.update(data)
-            except RegistryFailed:
-                wrong.append(file.path)
-                continue
             if digest.hexdigest() != file.sha256:
                 wrong.append(file.path)
         return wrong
@@ -206,20 +227,32 @@ class Registry:
         there = self._head(key)
         if there is not None and there[1] == file.size and self._clock() - there[2] < MAX_PUSH_S:
             return
-        digest = hashlib.sha256()
+        has_changed = False
 
         def chunks() -> Iterator[bytes]:
+            """The last one is given once all are known to be right, so that wrong bytes are never stored under this name."""
+            nonlocal has_changed
+            digest, last = hashlib.sha256(), b""
             with path.open("rb") as source:
                 while data := source.read(CHUNK_BYTES):
                     digest.update(data)
-                    yield data
+                    if last:
+                        yield last
+                    last = data
+            has_changed = digest.hexdigest() != file.sha256
+            if has_changed:
+                raise ValueError("the file has changed")
+            if last:
+                yield last
 
-        with _failures(self.url):
-            self._obstore.put(self._store, key, chunks(), chunk_size=CHUNK_BYTES, max_concurrency=UPLOAD_CHUNKS)
-        if digest.hexdigest() != file.sha256:
+        part_bytes = max(CHUNK_BYTES, -(-file.size // MAX_PARTS))
+        try:
             with _failures(self.url):
-                self._obstore.delete(self._store, key)
-            raise CheckpointError(str(path), "changed while it was pushed", "Push again.")
+                self._obstore.put(self._store, key, chunks(), chunk_size=part_bytes, max_concurrency=UPLOAD_CHUNKS)
+        except RegistryFailed as error:
+            if has_changed:
+                raise CheckpointError(str(path), "changed while it was pushed", "Push again.") from error
+            raise
 
     @property
     def _obstore(self) -> Any:
@@ -292,12 +325,15 @@ def _import_obstore() -> Any:
     return obstore
 
 
-def _open(url: str) -> Any:
+def _open(url: str, *, may_make: bool) -> Any:
     _import_obstore()
     from obstore.store import LocalStore, from_url
 
     if url.startswith("file://"):
-        return LocalStore(Path(url.removeprefix("file://")), mkdir=True)
+        folder = Path(url.removeprefix("file://"))
+        if not may_make and not folder.is_dir():
+            raise ConfigError("registry", f"there is no folder {folder}", "headrace registry push makes it.")
+        return LocalStore(folder, mkdir=may_make)
     return from_url(url, retry_config={"max_retries": MAX_TRIES})
 
 

@@ -20,11 +20,11 @@ from cpu_families import AVX2
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import CheckpointError
 from headrace.core.parallelism import ALONE, Parallelism, Place
+from headrace.machine import cache_folder
 from headrace.tensor.backends import load_backend
 from headrace.tensor.checkpoint import weights_digest
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.device import CPU
-from headrace.tensor.host import cache_folder
 from headrace.tensor.host.unfinished import UNFINISHED, locked
 from headrace.tensor.kernels.cpu.jit import launch
 from headrace.tensor.kernels.cpu.linear import StripLinear

@@ -18,8 +18,8 @@ from headrace.core.errors import CheckpointError, ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.runner.build import build_runner
 from headrace.fleet.weights import resolve_model
+from headrace.machine.cache_folder import ENVIRONMENT
 from headrace.tensor.checkpoint.gguf.folder import MAX_FOLDERS, NOTE, find_source, make_folder
-from headrace.tensor.host.cache_folder import ENVIRONMENT
 
 pytestmark = pytest.mark.pure
 

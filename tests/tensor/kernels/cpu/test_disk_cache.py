@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from headrace.tensor.host.cache_folder import cache_root, open_private
+from headrace.machine.cache_folder import cache_root, open_private
 from headrace.tensor.kernels.cpu.jit import launch
 from headrace.tensor.kernels.cpu.jit.disk_cache import DataFiles, Disk, KernelCache, choose_cache, code_key, keep
 

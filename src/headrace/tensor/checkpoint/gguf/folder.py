@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from headrace import __version__
 from headrace.core.errors import CheckpointError, ConfigError
+from headrace.machine.cache_folder import ENVIRONMENT, cache_root, open_private
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.files import read_json
 from headrace.tensor.checkpoint.gguf.architectures import make_config
 from headrace.tensor.checkpoint.gguf.paths import model_name
 from headrace.tensor.checkpoint.gguf.shards import GgufModel, read_gguf
 from headrace.tensor.checkpoint.gguf.tokenizer import make_text_files
-from headrace.tensor.host.cache_folder import ENVIRONMENT, cache_root, open_private
 
 FOLDER = "gguf"
 NOTE = "note.json"

@@ -1,6 +1,6 @@
 """Where Triton keeps compiled kernels, how its progress is reported, and a first kernel that finds a broken GPU setup.
 
-Write access to the folder is enough to run code as this user (`host.cache_folder`).
+Write access to the folder is enough to run code as this user (`machine.cache_folder`).
 
 The first kernel, and the C launcher that Triton makes for it, are compiled at every start: a cached one would hide a compiler that no
 longer works.
@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.machine.cache_folder import ENVIRONMENT, cache_root, open_private
 from headrace.machine.gpus import MIN_CAPABILITY, too_old
-from headrace.tensor.host.cache_folder import ENVIRONMENT, cache_root, open_private
 
 MAX_REASON = 300
 MAX_AGE_S = 3600.0

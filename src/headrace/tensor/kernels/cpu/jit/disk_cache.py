@@ -7,8 +7,8 @@ Numba takes the number of a new code file from the index, so two replicas could 
 code.
 
 Only one private folder is used: cached kernels are pickled machine code, so write access to it is enough to run code as this user
-(`host.cache_folder`). There is one folder per (kernel sources, numba, llvmlite, Python, CPU): Numba itself notices a changed file but not a
-changed helper in another file.
+(`machine.cache_folder`). There is one folder per (kernel sources, numba, llvmlite, Python, CPU): Numba itself notices a changed file but
+not a changed helper in another file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataC
 from numba.core.ccallback import CFunc
 from numba.core.event import Event, Listener, install_listener, trigger_event
 
-from headrace.tensor.host.cache_folder import ENVIRONMENT, cache_root, open_private
+from headrace.machine.cache_folder import ENVIRONMENT, cache_root, open_private
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.tensor.host.cache_folder import cache_root, open_private
+from headrace.machine.cache_folder import cache_root, open_private
 
 pytestmark = pytest.mark.pure
 
