@@ -5,7 +5,8 @@
 Both stand in one process and answer the same prompts in turns. The group has no links and its shared memory one rank: each step is encoded
 in a frame that nobody reads, each sum and each gather is an exchange with nobody, and the watch looks four times a second. So every rank
 pays this beside its waits for the others. The ratio of median decode steps, group / plain, is per number of sequences, with its 95 %
-interval. MODEL: a folder; default: the bundled model, whose steps are short, so that the share is large.
+interval. MODEL: a folder; without weights in it, as `bench.tinyllama` makes one, they are drawn. Default: the bundled model, whose steps are
+short, so that the share is large.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=64)
     given = parser.parse_args(arguments)
-    config = EngineConfig(model=str(given.model), device="cpu", num_kv_blocks=256, max_num_seqs=max(SEQUENCES)).checked()
+    load_format = "auto" if any(given.model.glob("*.safetensors")) else "dummy"
+    config = EngineConfig(
+        model=str(given.model), device="cpu", load_format=load_format, num_kv_blocks=256, max_num_seqs=max(SEQUENCES)
+    ).checked()
     machines = {name: machine(config, has_group=name == "group") for name in ("plain", "group")}
     rounds: list[dict[str, dict[int, float]]] = []
     for number in range(-1, given.rounds):  # the first one is not kept
