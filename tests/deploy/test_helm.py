@@ -89,7 +89,6 @@ REFUSED: dict[str, tuple[Object, str]] = {
     "a state folder of two pods": ({"state": {"claim": "a"}, "replicaCount": 2}, "state.claim"),
     "a state folder of pods that come and go": ({"state": {"claim": "a"}, "autoscaling": {"kind": "hpa"}}, "state.claim"),
     "a port of https": ({"config": {"gateway": {"tls": {"certificate": "a", "key": "b"}}}}, "config.gateway.tls"),
-    "a registry behind a closed door": ({"config": {"models": [{"engine": {"model": "s3://b/m:1"}}]}}, "networkPolicy.egress"),
     "metrics without a reader": ({"config": {"gateway": {"open_metrics": "none"}}, "serviceMonitor": {"enabled": True}}, "open_metrics"),
     "a pool without a picker": ({"inferencePool": {"enabled": True}}, "picker.name"),
     "a pool of pods with two engines": (
@@ -107,6 +106,43 @@ def test_what_cannot_work_is_refused_by_name(name: str) -> None:
     values, word = REFUSED[name]
     with pytest.raises(helm_python.HelmError, match=re.escape(word)):
         rendered(values)
+
+
+TINY: Object = {"engine": {"model": "headrace-tiny"}}
+OUTSIDE: dict[str, Object] = {
+    "models[0]": {"models": [{"engine": {"model": "s3://b/m:1"}}]},
+    "models[1]": {"models": [TINY, {**TINY, "adapters": {"pirate": "gs://b/pirate:2"}}]},
+    "models[0].upstreams[1].url": {
+        "models": [{**TINY, "upstreams": [{"url": "http://127.0.0.1:1/v1"}, {"url": "https://other.example/v1"}]}]
+    },
+    "models[0].remote.replicas[0].address": {
+        "models": [{"remote": {"model": "headrace-tiny", "replicas": [{"name": "a", "address": "10.0.0.5:9000"}]}}]
+    },
+    "gateway.store.url": {"gateway": {"store": {"url": "rediss://redis.data.svc:6379/0"}}},
+    "gateway.otlp_traces_endpoint": {"gateway": {"otlp_traces_endpoint": "http://collector.monitoring.svc:4318"}},
+    "usage.kafka.brokers": {"usage": {"kafka": {"brokers": ["127.0.0.1:9092", "kafka.data.svc:9092"]}}},
+    "usage.clickhouse.url": {"usage": {"clickhouse": {"url": "https://headrace@localhost.example:8443"}}},
+}
+
+
+@pytest.mark.parametrize("key", OUTSIDE)
+def test_a_host_outside_the_pod_is_refused_by_its_key_while_no_rule_leads_out(key: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=re.escape(f"networkPolicy.egress: is empty, and config has other hosts in {key}.")):
+        rendered({"config": OUTSIDE[key]})
+    rendered({"config": OUTSIDE[key], "networkPolicy": {"enabled": False}})
+    rendered({"config": OUTSIDE[key], "networkPolicy": {"egress": [{"ports": [{"port": 443}]}]}})
+
+
+def test_hosts_inside_the_pod_need_no_rule() -> None:
+    inside: Object = {
+        "models": [
+            {**TINY, "upstreams": [{"url": "http://127.0.0.1:9000/v1"}, {"url": "http://localhost/v1"}]},
+            {"remote": {"model": "headrace-tiny", "replicas": [{"name": "a", "address": "unix:/run/headrace/a"}]}},
+        ],
+        "gateway": {"store": {"url": "unix:///run/headrace/redis"}, "otlp_traces_endpoint": "http://[::1]:4318"},
+        "usage": {"kafka": {"brokers": ["localhost:9092"]}, "clickhouse": {"url": "http://headrace@127.0.0.1:8123"}},
+    }
+    rendered({"config": inside})
 
 
 # What Headrace reads

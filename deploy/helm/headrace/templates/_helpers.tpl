@@ -31,6 +31,32 @@ scaleDown:
     - {type: Pods, value: 1, periodSeconds: 60}
 {{- end }}
 
+{{/* Keys of the configuration with hosts outside the pod: loopback and Unix sockets are inside. */}}
+{{- define "headrace.remoteKeys" -}}
+{{- $config := .Values.config }}
+{{- $hosts := dict "gateway.store.url" ($config.gateway.store).url "gateway.otlp_traces_endpoint" $config.gateway.otlp_traces_endpoint }}
+{{- $_ := set $hosts "usage.kafka.brokers" (($config.usage).kafka).brokers }}
+{{- $_ := set $hosts "usage.clickhouse.url" (($config.usage).clickhouse).url }}
+{{- range $i, $model := $config.models }}
+{{- range $j, $upstream := $model.upstreams }}
+{{- $_ := set $hosts (printf "models[%d].upstreams[%d].url" $i $j) $upstream.url }}
+{{- end }}
+{{- range $j, $replica := ($model.remote).replicas }}
+{{- $_ := set $hosts (printf "models[%d].remote.replicas[%d].address" $i $j) $replica.address }}
+{{- end }}
+{{- $_ := set $hosts (printf "models[%d]" $i) (regexFindAll "\"(s3|gs)://[^\"]*" (toJson $model) 1) }}
+{{- end }}
+{{- $found := list }}
+{{- range $key := keys $hosts | sortAlpha }}
+{{- range $host := toStrings (index $hosts $key) | compact }}
+{{- if not (regexMatch "^(unix:|(https?://|rediss?://)?([^@/]*@)?(localhost|127\\.[0-9.]+|\\[::1\\])(:[0-9]+)?(/|$))" $host) }}
+{{- $found = append $found $key }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- uniq $found | join ", " }}
+{{- end }}
+
 {{- define "headrace.check" -}}
 {{- $v := .Values }}
 {{- if $v.config.gateway.tls }}
@@ -39,8 +65,9 @@ scaleDown:
 {{- if and $v.state.claim (or (ne $v.autoscaling.kind "none") (gt (int $v.replicaCount) 1)) }}
 {{- fail "state.claim: a state folder is one pod's. For several pods set config.gateway.store.url and leave state.claim empty." }}
 {{- end }}
-{{- if and $v.networkPolicy.enabled (not $v.networkPolicy.egress) (regexMatch "\"(s3|gs|redis|rediss)://" (toJson $v.config)) }}
-{{- fail "networkPolicy.egress: is empty, and config names object storage or Redis. List it there, or set networkPolicy.enabled to false." }}
+{{- $remote := include "headrace.remoteKeys" . | trim }}
+{{- if and $v.networkPolicy.enabled (not $v.networkPolicy.egress) $remote }}
+{{- printf "networkPolicy.egress: is empty, and config has other hosts in %s. Write rules for them, or set networkPolicy.enabled to false." $remote | fail }}
 {{- end }}
 {{- $readers := or $v.serviceMonitor.enabled $v.inferencePool.enabled }}
 {{- if and $readers (not (has $v.config.gateway.open_metrics (list "totals" "all"))) }}
