@@ -63,7 +63,7 @@ def test_a_machine_of_one_domain_has_one_rank_and_says_why(caplog: pytest.LogCap
     caplog.set_level("INFO")
     assert chosen(LARGE, 1) == chosen(LARGE, 1, 8 * GB) == 1
     assert caplog.messages[0] == (
-        "tensor_parallel_size = auto: 1 rank, since this machine has one memory domain (NUMA node), whose memory more ranks would divide"
+        "tensor_parallel_size = auto: 1 rank, since this machine has CPU time for one memory domain (NUMA node), whose memory more ranks would divide"
     )
 
 
@@ -111,6 +111,22 @@ def test_a_model_that_no_layout_holds_is_left_to_the_start(caplog: pytest.LogCap
 def test_a_number_is_left_as_it_is() -> None:
     given = replace(OPTIONS, tensor_parallel_size=3)
     assert decide_layout(given, Path("nothing is read")) is given
+
+
+QUOTAS = [(None, 4), (2.0, 1), (63.5, 1), (64.0, 2), (100.0, 3), (128.0, 4)]
+
+
+@pytest.mark.parametrize(("quota", "num_domains"), QUOTAS)
+def test_domains_that_the_cpu_quota_does_not_reach_have_no_rank(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, num_domains: int
+) -> None:
+    """Four domains of 32 CPUs."""
+    asked: list[CpuMemory] = []
+    monkeypatch.setattr(here, "memory_domains", lambda cpus: [list(range(first, first + 32)) for first in range(0, 128, 32)])
+    monkeypatch.setattr(here, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(here, "with_layout", lambda config, folder, cpu, memory, num_replicas: asked.append(memory))
+    decide_layout(OPTIONS, Path("nothing is read"))
+    assert [memory.num_domains for memory in asked] == [num_domains]
 
 
 def test_this_machine_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def ask_shape(asked: ShapeAsked) -> ShapeHere:
 
 @dataclass(frozen=True, slots=True)
 class CpuMemory:
-    """num_domains: NUMA nodes whose CPUs engines may use; num_bytes: the memory of all of them"""
+    """num_domains: NUMA nodes whose CPUs engines may use, within their quota; num_bytes: the memory of all of them"""
 
     num_domains: int
     num_bytes: int
@@ -100,7 +100,7 @@ def with_layout(
     most = max(1, memory.num_domains // num_replicas)
     if most == 1:
         whose = "this machine" if memory.num_domains == 1 else "a replica"
-        return _decided(config, 1, f"since {whose} has one memory domain (NUMA node), whose memory more ranks would divide")
+        return _decided(config, 1, f"since {whose} has CPU time for one memory domain (NUMA node), whose memory more ranks would divide")
     asked = ShapeAsked(
         folder=str(folder),
         quantization=config.quantization,
