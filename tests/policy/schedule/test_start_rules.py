@@ -179,6 +179,21 @@ def test_a_tenant_that_grows_beyond_its_share_is_preempted_and_not_one_within_it
     assert set(preempted) == {"grows"}
 
 
+def test_a_victim_is_found_without_comparing_sequences_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all tenants are above their shares, as each of the sequences that cannot grow asks for one."""
+    tier = TierTerms(name="capped", kv_share=0.001)
+    shared = VirtualEngine(EngineConfig(model="fake", max_num_seqs=64), FakeOptions(step_seconds=0.02, num_blocks=2000))
+    shared.run([(0.0, asked(f"r{i}", prompt_tokens=60, output_tokens=500, tenant=f"t{i % 8}", tier=tier)) for i in range(64)], until=1.0)
+    rules = shared.engine.scheduler._planner.start_rules
+    running = list(rules.sequences.slots.running)
+    assert len(running) == len(rules._above_share(is_large_counted=True)) == 64
+    compared: list[object] = []
+    monkeypatch.setattr(Sequence, "__eq__", lambda seq, other: bool(compared.append(other)) or seq is other)
+    rules.victim(running)
+    assert len(rules._candidates(running[0], 0, 1)) == 56, "all of other tenants"
+    assert not compared
+
+
 @pytest.mark.parametrize("num_blocks", [20_000, 3000])
 def test_beside_a_flood_of_long_answers_another_tenant_waits_a_moment(num_blocks: int) -> None:
     """1,024 answers of 1,500 tokens. With sequences that make room once each, the longest wait was 9.6 s."""

@@ -92,14 +92,14 @@ class StartRules:
     def _num_blocks(self) -> int:
         return min((pool.total for pool in self.kv.pools), default=0) - 1
 
-    def _above_share(self, *, is_large_counted: bool) -> list[Sequence]:
+    def _above_share(self, *, is_large_counted: bool) -> set[Sequence]:
         """The running sequences of tenants that hold more than their share, and, where they count, large ones of tiers without a share."""
         running, total = self.sequences.slots.running, self._num_blocks
         has_shares = any(seq.request.tier.kv_share is not None for seq in running)
         if not (has_shares or is_large_counted):
-            return []
+            return set()
         held = self._num_held() if has_shares else Counter[str]()
-        above: list[Sequence] = []
+        above: set[Sequence] = set()
         for seq in running:
             share = seq.request.tier.kv_share
             if share is None:
@@ -107,14 +107,14 @@ class StartRules:
             else:
                 is_above = held[seq.request.tenant] > share * total
             if is_above and _has_paid(seq):
-                above.append(seq)
+                above.add(seq)
         return above
 
     def victim(self, candidates: list[Sequence]) -> Sequence:
         """The sequence to preempt where a running one cannot grow: not one of a tenant within its share, while another tenant is above."""
         queue = self.sequences.queue
         first = queue.victim(candidates)
-        above = self._above_share(is_large_counted=True) if queue.traits.has_tenants else []
+        above = self._above_share(is_large_counted=True) if queue.traits.has_tenants else set()
         instead = [
             seq for seq in candidates if seq in above and seq.request.tenant != first.request.tenant and not queue.outranks(seq, first)
         ]
