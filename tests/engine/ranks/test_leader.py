@@ -220,6 +220,13 @@ def test_a_load_that_waits_ends_with_the_ranks(group: Group, tmp_path: Path) -> 
     group.check_fault("rank 2: its link is closed")
 
 
+def test_a_load_that_begins_after_the_close_says_that_the_ranks_have_ended(group: Group, tmp_path: Path) -> None:
+    group.start()
+    group.leader.close()
+    with pytest.raises(EngineFatal, match="the ranks of this replica have ended"):
+        DividingLoader(PartLoader(group), group.leader).load(tmp_path, "ab")
+
+
 def test_a_rank_that_stops_beating_is_seen_and_one_missed_beat_is_nothing(group: Group) -> None:
     group.start()
     for _ in range(3 * MAX_MISSED):  # every other beat comes late

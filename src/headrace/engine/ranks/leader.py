@@ -121,7 +121,8 @@ class RankGroup:
         """Raises what has ended the ranks before. May be called by several threads."""
         arriving = select.poll()
         for member in self._members.values():
-            arriving.register(member.link, select.POLLIN)
+            with suppress(ValueError):  # it is closed: then the group is, as is said below
+                arriving.register(member.link, select.POLLIN)
         while not is_said():
             if self._closed.is_set():
                 raise EngineFatal("the ranks of this replica have ended")
