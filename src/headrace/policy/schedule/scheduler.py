@@ -5,7 +5,8 @@
     commit(plan, result, now) -> updates   appends tokens, finishes, frees
     rollback(plan)                         the step raised: nothing of it happened
 
-Up to `depth` plans may be uncommitted: a sequence is in several of them, or where stages compute them (`is_pipeline`), in one.
+Up to `depth` plans may be uncommitted, and a sequence is in several of them. Where stages compute them (`is_pipeline`), only chunks of its
+prompt are: a sequence whose next token is in flight is in no later plan.
 
 No torch, no clock, no lock: the loop owns the one thread that calls this.
 """
