@@ -143,6 +143,17 @@ def test_the_last_replica_goes_only_where_none_may_be_and_comes_back_for_what_wa
     assert site.open == 0
 
 
+def test_where_none_serves_no_report_is_missed_and_what_waits_has_a_replica() -> None:
+    """Counted by gateways, which go on where no replica has a load to report."""
+    scaler = Autoscaler(replace(RULES, min_replicas=0), 0)
+    nobody = ScalingFacts(num_serving=0, num_arrived=0, num_finished=0, num_tokens=0, age_s=math.inf)
+    assert scaler.decide(nobody, 0.0).num_replicas == 1, "nothing is known of the minutes before"
+    assert scaler.decide(nobody, IDLE_S + 300.0).num_replicas == 0
+    decision = scaler.decide(replace(nobody, num_arrived=1, num_waiting=1), IDLE_S + 305.0)
+    assert (decision.num_replicas, decision.reason) == (1, "1 requests wait")
+    assert scaler.decide(replace(nobody, num_arrived=1, num_waiting=1), IDLE_S + 310.0).num_replicas == 1, "while it loads"
+
+
 def test_what_came_on_earlier_days_is_there_before_it_comes() -> None:
     def noon(now: float) -> float:
         return 3.0 if 12 * 3600 <= now % DAY_S < 14 * 3600 else 0.1

@@ -7,9 +7,9 @@ More replicas are wanted for the largest of
     fill    sequences and KV blocks in use, of TARGET_FILL of what the replicas hold
     wait    a predicted wait beyond the goal of the first token
 
-The rate of a replica is learned in output tokens where requests wait at all replicas: then it is what a replica can do.
-Fewer replicas are wanted only
-once that has been so for the time that a wrong decision costs (`settle_s`); without fresh facts nothing changes.
+The rate of a replica is learned in output tokens where requests wait at all replicas: then it is what a replica can do. A replica goes only
+once fewer have been wanted for the time that a wrong decision costs (`settle_s`). While a replica that serves has not reported of late,
+nothing changes; where none serves there is nothing to report, and what waits decides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TARGET_RATE = 0.8
 """A share of what replicas can do. What is left over serves what comes while another one loads."""
 MIN_DRAIN_S = 60.0
 STALE_S = 30.0
-"""Facts that are older decide nothing."""
+"""Facts that are older decide nothing, where replicas serve."""
 FAST_S, SLOW_S = 10.0, 120.0
 """Time constants of the two means of the rate of arrivals, whose difference is its growth."""
 LEARN_S, OUTPUT_LEARN_S = 120.0, 1800.0
@@ -79,7 +79,7 @@ class ScalingFacts:
     num_full      replicas at which requests wait
     wait_s        predicted until a new request is begun
     fill          sequences (or KV blocks, where these are scarcer) in use: 1.5 is as much as one and a half replicas hold
-    age_s         of the oldest report in these facts; infinite: there is none
+    age_s         of the oldest report of a replica in these facts; infinite: there is none, as where none serves
     """
 
     num_serving: int
@@ -125,7 +125,7 @@ class Autoscaler:
 
     def decide(self, facts: ScalingFacts, now: float) -> ScalingDecision:
         """now: seconds since 1970."""
-        if facts.age_s > STALE_S:
+        if facts.num_serving and facts.age_s > STALE_S:
             self._last, self._is_blind = None, True
             return self._decided(self._current, f"the last load report is {facts.age_s:.0f} s old: nothing changes")
         self._observe(facts, now)
