@@ -9,6 +9,7 @@ text no longer occurs in the source is an error: it must follow the code.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +83,20 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def main(names: list[str]) -> int:
-    chosen = [mutant for mutant in mutants() if not names or mutant.name in names]
+def chosen_by(arguments: list[str]) -> list[Mutant]:
+    """All without a name. Raises SystemExit for a name that none has."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of a planted bug, in full; without one all are planted")
+    names, rows = parser.parse_args(arguments).names, mutants()
+    known = [mutant.name for mutant in rows]
+    for name in names:
+        if name not in known:
+            near = "; ".join(get_close_matches(name, known, cutoff=0.4)) or "none; mutants.json has all"
+            parser.error(f"no planted bug is named {name!r}. Near: {near}")
+    return [mutant for mutant in rows if not names or mutant.name in names]
+
+
+def main(chosen: list[Mutant]) -> int:
     clean = run_test(" ".join(sorted({mutant.test for mutant in chosen})), ROOT / "src")
     if clean.returncode != 0:
         print(clean.stdout[-3000:], clean.stderr[-1000:])
@@ -100,4 +114,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(chosen_by(sys.argv[1:])))

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.mutants.run import chosen_by
+
 pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,3 +71,22 @@ def test_a_test_that_is_gone_is_noticed() -> None:
     assert is_there("tests/policy/kvcache/test_leases.py::test_lease_state_machine::runTest")
     gone = (f"{here}::test_that_never_was", f"{here}::test_a_test_that_is_gone_is_noticed::method", "tests/tools/test_gone.py")
     assert not any(is_there(node) for node in gone)
+
+
+def test_bugs_are_chosen_by_their_names_in_full() -> None:
+    first, *_, last = (row["name"] for row in ROWS)
+    assert [mutant.name for mutant in chosen_by([last, first])] == [first, last]
+    assert len(chosen_by([])) == len(ROWS)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["beside a known one", "alone"])
+def test_an_unknown_name_is_refused_with_those_near_it_and_plants_nothing(capsys: pytest.CaptureFixture[str], known: bool) -> None:
+    names = [ROWS[0]["name"]] if known else []
+    with pytest.raises(SystemExit, match="2"):
+        chosen_by([*names, ROWS[-1]["name"][:-3]])
+    assert f"Near: {ROWS[-1]['name']}" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        chosen_by([*names, "qqq"])
+    assert "Near: none" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        chosen_by([*names, "--help"])
