@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
 from bench.harness import RESULTS, ROOT, replace_block, write_portable
@@ -28,7 +28,7 @@ from headrace.lab.simulate.load import Arrival
 from headrace.lab.simulate.scaling import Scaling, ScalingPolicy
 from headrace.lab.simulate.site import SimulatedSite
 from headrace.lab.simulate.step_times import FittedLatency
-from headrace.policy.scaling.autoscaler import Autoscaler, ScalingDecision, ScalingFacts, ScalingRules
+from headrace.policy.scaling.autoscaler import Autoscaler, ScalingRules
 
 LATENCY = FittedLatency(step_s=0.6, row_s=0.03, context_s=0.0, prompt_s=0.001, attention_s=0.0)
 SLOTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 256, 20
@@ -102,25 +102,12 @@ def policies(load: Load) -> dict[str, Callable[[], ScalingPolicy]]:
     }
 
 
-class LastReport:
-    """While no report comes, a policy sees the last one, and its age: the simulated site would show it what happens meanwhile."""
-
-    def __init__(self, policy: ScalingPolicy) -> None:
-        self._policy = policy
-        self._last: ScalingFacts | None = None
-
-    def decide(self, facts: ScalingFacts, now: float) -> ScalingDecision:
-        if facts.age_s == 0.0 or self._last is None:
-            self._last = facts
-        return self._policy.decide(replace(self._last, age_s=facts.age_s), now)
-
-
 def run(load: Load, policy: ScalingPolicy, seed: int) -> dict[str, object]:
     config = EngineConfig(
         model="simulated", max_num_seqs=SLOTS, max_num_batched_tokens=512, num_kv_blocks=1025, depth=1, enable_prefix_caching=False
     )
     model = SimulatedModel(config, LATENCY, 1025, 16_384)
-    scaling = Scaling(policy=LastReport(policy), load_s=LOAD_S, hold_s=HOLD_S, blind=load.blind)
+    scaling = Scaling(policy=policy, load_s=LOAD_S, hold_s=HOLD_S, blind=load.blind)
     site = SimulatedSite([model] * load.replicas, scaling=scaling, seed=seed)
     records = site.run(arrivals(load, seed))
     measured = [record for record in records if record.intended_s >= load.measured_from]

@@ -11,7 +11,7 @@ from bench import scaling
 from bench.harness import RESULTS, block_of
 from bench.scaling_rules import HorizontalPodAutoscaler, KedaChartRule, KedaWaitingRule
 from headrace.lab.simulate.scaling import ScalingPolicy
-from headrace.policy.scaling.autoscaler import ScalingDecision, ScalingFacts
+from headrace.policy.scaling.autoscaler import ScalingFacts
 
 pytestmark = pytest.mark.pure
 
@@ -74,22 +74,6 @@ def test_without_reports_the_chart_keeps_its_pods_and_the_other_rule_counts_none
     blind = facts(age_s=1.0)
     assert set(numbers(chart, blind, 60, 3600)) == {5}
     assert numbers(other, blind, 60, 3600)[-1] == 1
-
-
-def test_no_policy_sees_what_happens_while_no_report_comes() -> None:
-    class Seen:
-        def __init__(self) -> None:
-            self.facts: list[ScalingFacts] = []
-
-        def decide(self, facts: ScalingFacts, now: float) -> ScalingDecision:
-            self.facts.append(facts)
-            return ScalingDecision(1, "")
-
-    seen = Seen()
-    policy = scaling.LastReport(seen)
-    for now, waiting, age_s in ((0.0, 1, 0.0), (5.0, 2, 5.0), (10.0, 3, 10.0), (15.0, 4, 0.0)):
-        policy.decide(facts(waiting=waiting, age_s=age_s), now)
-    assert [(each.num_waiting, each.age_s) for each in seen.facts] == [(1, 0.0), (1, 5.0), (1, 10.0), (4, 0.0)]
 
 
 def test_the_chart_never_goes_to_zero() -> None:

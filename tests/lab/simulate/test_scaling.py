@@ -76,8 +76,11 @@ def test_a_replica_that_goes_ends_its_streams_first() -> None:
 
 def test_reports_that_do_not_come_are_seen_as_old() -> None:
     wished = Wished(lambda now: 1)
-    SimulatedSite([MODEL], scaling=Scaling(policy=wished, load_s=5.0, hold_s=9.0, blind=((10, 21),))).run(arrivals(30, 0.5))
-    assert {now: facts.age_s for now, facts in wished.seen if 5 <= now <= 25} == {5.0: 0.0, 10.0: 0.0, 15.0: 5.0, 20.0: 10.0, 25.0: 0.0}
+    SimulatedSite([MODEL], scaling=Scaling(policy=wished, load_s=5.0, hold_s=9.0, blind=((10, 21),))).run(arrivals(30, 1.0))
+    seen = {now: (facts.age_s, facts.num_arrived) for now, facts in wished.seen if 10 <= now <= 25}
+    reported = seen[10.0][1]
+    assert seen[25.0][1] > reported
+    assert seen == {10.0: (0.0, reported), 15.0: (5.0, reported), 20.0: (10.0, reported), 25.0: (0.0, seen[25.0][1])}
 
 
 @given(seed=st.integers(0, 1 << 30), load_s=st.sampled_from([0.0, 5.0, 40.0]), least=st.integers(0, 2))

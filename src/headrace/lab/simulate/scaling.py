@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.core.errors import counted
@@ -31,9 +31,9 @@ class Scaling:
     tick_s: float = TICK_S
     blind: Sequence[tuple[float, float]] = ()
 
-    def seen(self, facts: ScalingFacts, now: float) -> ScalingFacts:
-        age_s = next((now - begin for begin, end in self.blind if begin <= now < end), 0.0)
-        return replace(facts, age_s=age_s)
+    def age_s(self, now: float) -> float:
+        """Of the last report."""
+        return next((now - begin for begin, end in self.blind if begin <= now < end), 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import itertools
 import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.core.errors import ConfigError, Overloaded
 from headrace.core.ids import RequestId
@@ -27,6 +27,7 @@ from headrace.policy.routing.choice import UNMEASURED_DIVISOR, Candidate, Decisi
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
 from headrace.policy.routing.prefix_index import PrefixIndex, prompt_chunks
 from headrace.policy.routing.replicas import DEFAULT_POLICY, POLICIES, choose
+from headrace.policy.scaling.autoscaler import ScalingFacts
 
 UNAVAILABLE_RETRY_S = 1.0
 
@@ -115,6 +116,7 @@ class SimulatedSite:
         self._scaling = scaling
         self._num_ended, self._num_output, self._is_arriving = 0, 0, True
         self._used: list[tuple[float, int]] = [(0.0, len(models))]
+        self._reported: ScalingFacts | None = None
         self.changes: list[ScalingChange] = []
 
     @property
@@ -307,7 +309,10 @@ class SimulatedSite:
         reports = [place.replica.report for place in serving if place.replica is not None]
         counts = Counts(self._num_arrived, self._num_ended, self._num_output)
         facts = scaling_facts(reports, counts, num_held=len(self._waiting), wait_s=queue.wait_s if queue else 0.0)
-        decision = scaling.policy.decide(scaling.seen(facts, now), now)
+        age_s = scaling.age_s(now)
+        if not age_s or self._reported is None:
+            self._reported = facts
+        decision = scaling.policy.decide(replace(self._reported, age_s=age_s), now)
         if not self.changes or decision.num_replicas != self.changes[-1].num_replicas:
             self.changes.append(ScalingChange(now, decision.num_replicas, decision.reason))
         staying = [place for place in self._places if not place.is_leaving and not place.is_given_back]

@@ -126,9 +126,9 @@ class Autoscaler:
     def decide(self, facts: ScalingFacts, now: float) -> ScalingDecision:
         """now: seconds since 1970."""
         if facts.num_serving and facts.age_s > STALE_S:
-            self._last, self._is_blind = None, True
+            self._is_blind = True
             return self._decided(self._current, f"the last load report is {facts.age_s:.0f} s old: nothing changes")
-        self._observe(facts, now)
+        self._observe(facts, now, now - facts.age_s if facts.num_serving else now)
         wish = max(self._wished(facts, now), key=lambda each: each.num_replicas)
         wanted = self.rules.within(wish.num_replicas)
         kept = max(self._wished(facts, now, SHRINK_RATE, SHRINK_FILL), key=lambda each: each.num_replicas)
@@ -145,16 +145,20 @@ class Autoscaler:
 
     # what was seen
 
-    def _observe(self, facts: ScalingFacts, now: float) -> None:
-        last, self._last = self._last, (now, facts)
+    def _observe(self, facts: ScalingFacts, now: float, reported_at: float) -> None:
+        """What was reported before is not counted again: while no report comes, requests do."""
+        last = self._last
         if self._last_request_at == -math.inf:
             self._last_request_at = now
+        if last is not None and reported_at <= last[0]:
+            return
+        self._last = reported_at, facts
         if last is None:
             return
-        seconds = now - last[0]
+        seconds = reported_at - last[0]
         arrived, finished = facts.num_arrived - last[1].num_arrived, facts.num_finished - last[1].num_finished
         tokens = facts.num_tokens - last[1].num_tokens
-        if seconds <= 0.0 or min(arrived, finished, tokens) < 0:
+        if min(arrived, finished, tokens) < 0:
             return  # counters began anew
         if arrived or facts.num_waiting:
             self._last_request_at = now
