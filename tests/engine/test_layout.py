@@ -63,7 +63,8 @@ def test_a_machine_of_one_domain_has_one_rank_and_says_why(caplog: pytest.LogCap
     caplog.set_level("INFO")
     assert chosen(LARGE, 1) == chosen(LARGE, 1, 8 * GB) == 1
     assert caplog.messages[0] == (
-        "tensor_parallel_size = auto: 1 rank, since this machine has CPU time for one memory domain (NUMA node), whose memory more ranks would divide"
+        "tensor_parallel_size = auto: 1 rank, since this machine has CPU time for one memory domain (NUMA node), "
+        "whose memory more ranks would divide"
     )
 
 
