@@ -188,7 +188,12 @@ def test_a_victim_is_found_without_comparing_sequences_with_each_other(monkeypat
     running = list(rules.sequences.slots.running)
     assert len(running) == len(rules._above_share(is_large_counted=True)) == 64
     compared: list[object] = []
-    monkeypatch.setattr(Sequence, "__eq__", lambda seq, other: bool(compared.append(other)) or seq is other)
+
+    def noted(seq: Sequence, other: object) -> bool:
+        compared.append(other)
+        return seq is other
+
+    monkeypatch.setattr(Sequence, "__eq__", noted)
     rules.victim(running)
     assert len(rules._candidates(running[0], 0, 1)) == 56, "all of other tenants"
     assert not compared
