@@ -47,7 +47,7 @@ def test_it_answers_with_the_variables_and_the_volumes_of_the_pod(folder: Path) 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     # Beside the chart's defaults: any port, a model that is pulled, and no kernels to compile.
-    Registry(f"file://{folder}/registry").push(bundled_path("headrace-tiny") or folder, "headrace-tiny", "1")
+    Registry(f"file://{folder}/registry", may_make=True).push(bundled_path("headrace-tiny") or folder, "headrace-tiny", "1")
     engine = {"model": f"file://{folder}/registry/headrace-tiny:1", "kernels": "reference"}
     objects = rendered({"config": {"models": [{"engine": engine}], "gateway": {"port": port}}})
     pod = pod_of(objects)
@@ -79,7 +79,8 @@ def test_it_answers_with_the_variables_and_the_volumes_of_the_pod(folder: Path) 
         assert process.wait(STOP_S) == 0
         assert list(mounts["/var/lib/headrace"].rglob("*.db"))
         assert list(mounts["/var/cache/headrace"].rglob("*.safetensors")), "the model"
-        assert levels((folder / "log").read_text()) == {"info"}
+        said = (folder / "log").read_text()
+        assert levels(said) == {"info"}, said
     finally:
         kill(process)
 

@@ -18,7 +18,18 @@ pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason=MISSING),
 ]
 
-WITHOUT_SERIES = ("GPU", "Drafted", "Budgets", "Resumed", "Refused", "Limits", "Foreign", "Lost", "Usage records that wait")
+WITHOUT_SERIES = (
+    "GPU",
+    "Tokens at the hottest expert",
+    "Drafted",
+    "Budgets",
+    "Resumed",
+    "Refused",
+    "Limits",
+    "Foreign",
+    "Lost",
+    "Usage records that wait",
+)
 """Beginnings of the panels that show nothing of a healthy machine without a GPU, speculation, budgets, refusals, foreign servers and a
 ledger."""
 

@@ -189,6 +189,8 @@ class Reconciler:
         try:
             await self._all_or_nothing(tuple)
         except (ReloadRefused, ConfigError) as error:
+            if self._is_frozen:  # it was meanwhile: the deployment ends
+                return POLL_S
             log.error("what is planned cannot be done: %s", error)
             return REFUSED_PAUSE_S
         except Exception:  # the outermost loop: a bug must not end what serves
