@@ -32,7 +32,7 @@ class Scaling:
     blind: Sequence[tuple[float, float]] = ()
 
     def age_s(self, now: float) -> float:
-        """Of the last report."""
+        """The age of the last report."""
         return next((now - begin for begin, end in self.blind if begin <= now < end), 0.0)
 
 
