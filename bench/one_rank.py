@@ -2,11 +2,11 @@
 
     python -m bench.one_rank [MODEL] [--rounds 20] [--tokens 64] -> bench/results/MACHINE/one-rank-MODEL.json
 
-Both stand in one process and answer the same prompts in turns. The group has no links and its shared memory one rank: each step is encoded
-in a frame that nobody reads, each sum and each gather is an exchange with nobody, and the watch looks four times a second. So every rank
-pays this beside its waits for the others. The ratio of median decode steps, group / plain, is per number of sequences, with its 95 %
-interval. MODEL: a folder; without weights in it, as `bench.tinyllama` makes one, they are drawn. Default: the bundled model, whose steps
-are short, so that the share is large.
+Both stand in one process and answer the same prompts in turns. The group has no links and its shared memory one rank, so that no frame is
+encoded and nothing exchanged: this is the path through the group, with its counters and its watch, which looks four times a second.
+Frames and waits come on top where there are other ranks. The ratio of median decode steps, group / plain, is per number of sequences,
+with its 95 % interval. MODEL: a folder; without weights in it, as `bench.tinyllama` makes one, they are drawn. Default: the bundled
+model, whose steps are short, so that the share is large.
 """
 
 from __future__ import annotations
