@@ -292,6 +292,8 @@ class SimulatedSite:
             self._end(request, now, status=503, error="unavailable", detail="its replica was lost")
 
     def _revive(self, place: _Place, now: float) -> None:
+        if place.is_given_back:
+            return
         place.replica = place.model.replica(now)
         waiting, self._waiting = self._waiting, []
         for request in waiting:
@@ -333,7 +335,7 @@ class SimulatedSite:
         place = _Place(len(self._places), self._places[0].model, None, self._nothing_sent())
         self._places.append(place)
         self._use(1, now)
-        self._at(now + scaling.load_s, lambda at: None if place.is_given_back else self._revive(place, at))
+        self._at(now + scaling.load_s, lambda at: self._revive(place, at))
 
     def _give_back_if_done(self, place: _Place, now: float) -> None:
         if place.is_leaving and not place.open and not place.is_given_back:

@@ -102,12 +102,6 @@ class ScalingDecision:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    num_replicas: int
-    reason: str
-
-
 class Autoscaler:
     """Scales one model. `decide` is called every few seconds, in the order of time."""
 
@@ -191,24 +185,26 @@ class Autoscaler:
 
     # what is wished
 
-    def _wished(self, facts: ScalingFacts, now: float, of_rate: float = 1.0, of_fill: float = 1.0) -> list[_Wish]:
+    def _wished(self, facts: ScalingFacts, now: float, of_rate: float = 1.0, of_fill: float = 1.0) -> list[ScalingDecision]:
         """of_rate, of_fill: shares of the targets up to which replicas are used"""
         wishes = [self._at_least(facts, now)]
         if (replica_rate := self._replica_rate(facts)) > 0.0:
             wishes.append(self._by_rate(facts, of_rate * replica_rate, now))
         if facts.fill > 0.0:
-            wishes.append(_Wish(math.ceil(facts.fill / (of_fill * TARGET_FILL)), f"sequences and KV fill {facts.fill:.1f} replicas"))
+            wishes.append(
+                ScalingDecision(math.ceil(facts.fill / (of_fill * TARGET_FILL)), f"sequences and KV fill {facts.fill:.1f} replicas")
+            )
         if facts.num_serving and facts.wait_s > self.rules.ttft_s / 2:
             more = math.ceil(facts.num_serving * (1.0 + min(1.0, facts.wait_s / self.rules.ttft_s)))
-            wishes.append(_Wish(more, f"a request waits {facts.wait_s:.1f} s, the goal is {self.rules.ttft_s:g} s"))
+            wishes.append(ScalingDecision(more, f"a request waits {facts.wait_s:.1f} s, the goal is {self.rules.ttft_s:g} s"))
         return wishes
 
-    def _at_least(self, facts: ScalingFacts, now: float) -> _Wish:
+    def _at_least(self, facts: ScalingFacts, now: float) -> ScalingDecision:
         if now - self._last_request_at < IDLE_S or facts.num_waiting:
-            return _Wish(1, f"{facts.num_waiting} requests wait" if facts.num_waiting else "requests came in the last minutes")
-        return _Wish(0, f"no request came for {IDLE_S / 60:.0f} minutes")
+            return ScalingDecision(1, f"{facts.num_waiting} requests wait" if facts.num_waiting else "requests came in the last minutes")
+        return ScalingDecision(0, f"no request came for {IDLE_S / 60:.0f} minutes")
 
-    def _by_rate(self, facts: ScalingFacts, replica_rate: float, now: float) -> _Wish:
+    def _by_rate(self, facts: ScalingFacts, replica_rate: float, now: float) -> ScalingDecision:
         ahead_s, come = self.rules.load_s, self._arrival_rate
         growth = max(0.0, come - self._slow) / (SLOW_S - FAST_S) * ahead_s
         grown = min(come + growth, MAX_GROWTH * come)
@@ -220,7 +216,7 @@ class Autoscaler:
         if usual > grown:
             cause = f"{usual:.2g} requests/s came at this time on earlier days"
         waiting = f", {facts.num_waiting} wait" if backlog else ""
-        return _Wish(num, f"{cause}{waiting}, a replica ends {replica_rate:.2g}/s")
+        return ScalingDecision(num, f"{cause}{waiting}, a replica ends {replica_rate:.2g}/s")
 
     def _calm(self, wanted: int, now: float) -> int:
         """The most that was wanted within the last `settle_s`; the number itself where that is not known."""
