@@ -150,7 +150,7 @@ def test_where_none_serves_no_report_is_missed_and_what_waits_has_a_replica() ->
     assert scaler.decide(nobody, 0.0).num_replicas == 1, "nothing is known of the minutes before"
     assert scaler.decide(nobody, IDLE_S + 300.0).num_replicas == 0
     decision = scaler.decide(replace(nobody, num_arrived=1, num_waiting=1), IDLE_S + 305.0)
-    assert (decision.num_replicas, decision.reason) == (1, "1 requests wait")
+    assert (decision.num_replicas, decision.reason) == (1, "1 request waits")
     assert scaler.decide(replace(nobody, num_arrived=1, num_waiting=1), IDLE_S + 310.0).num_replicas == 1, "while it loads"
 
 

@@ -91,10 +91,10 @@ class PriorityQueue:
         present = sorted({seq.request.priority for seq in sequences})
         if len(present) == 1:
             return self._classes[present[0]].prefill_order(sequences, now, costs)
-        aged = [seq for seq in sequences if _has_aged(seq, present[0], now)]
-        ordered = sorted(aged, key=lambda seq: (seq.stage_since, seq.seq_id))
+        aged = {seq.seq_id: seq for seq in sequences if _has_aged(seq, present[0], now)}
+        ordered = sorted(aged.values(), key=lambda seq: (seq.stage_since, seq.seq_id))
         for priority in present:
-            same = [seq for seq in sequences if seq.request.priority == priority and seq not in aged]
+            same = [seq for seq in sequences if seq.request.priority == priority and seq.seq_id not in aged]
             ordered += self._classes[priority].prefill_order(same, now, costs) if same else []
         return ordered
 

@@ -18,6 +18,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from headrace.core.errors import counted
 from headrace.policy.scaling.history import ArrivalHistory
 
 TARGET_FILL = 0.7
@@ -201,7 +202,8 @@ class Autoscaler:
 
     def _at_least(self, facts: ScalingFacts, now: float) -> ScalingDecision:
         if now - self._last_request_at < IDLE_S or facts.num_waiting:
-            return ScalingDecision(1, f"{facts.num_waiting} requests wait" if facts.num_waiting else "requests came in the last minutes")
+            waiting = f"{counted(facts.num_waiting, 'request')} {'waits' if facts.num_waiting == 1 else 'wait'}"
+            return ScalingDecision(1, waiting if facts.num_waiting else "requests came in the last minutes")
         return ScalingDecision(0, f"no request came for {IDLE_S / 60:.0f} minutes")
 
     def _by_rate(self, facts: ScalingFacts, replica_rate: float, now: float) -> ScalingDecision:
