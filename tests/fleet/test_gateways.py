@@ -1,4 +1,4 @@
-"""Tests reserving an address to listen on, against the real system."""
+"""Tests reserving an address to listen on, against the real system, and what several gateways see of a replica."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import socket
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.fleet.gateways import check_can_listen, reserved_port
+from headrace.core.load import AttemptCounts
+from headrace.fleet.gateways import GatewaysView, check_can_listen, reserved_port
+from headrace.wire.leash import ModelStatus, ReplicaStatus, ReportedReplicaLoad
 
 pytestmark = pytest.mark.socket
 
@@ -57,3 +59,20 @@ def test_a_port_that_another_server_shares_is_refused() -> None:
         port = server.getsockname()[1]
         with pytest.raises(ConfigError, match="is in use"):
             reserved_port("127.0.0.1", port).__enter__()
+
+
+def seen(age_s: float, num_tokens: int, **counts: int) -> ReplicaStatus:
+    load = ReportedReplicaLoad(num_running=1, num_waiting=0, fill=0.5, num_finished=3, num_tokens=num_tokens, age_s=age_s)
+    return ReplicaStatus(True, "", 0, load=load, attempts=AttemptCounts(**counts))
+
+
+@pytest.mark.pure
+def test_of_several_gateways_the_freshest_report_counts_and_attempts_are_summed() -> None:
+    first = {"fox": ModelStatus({"fox-0": seen(2.0, 90, num_sent=5, num_lost=1)})}
+    second = {"fox": ModelStatus({"fox-0": seen(0.5, 95, num_sent=3, num_begun=2), "fox-1": ReplicaStatus(False, "not connected", 0)})}
+    view = GatewaysView([first, second, {}])
+    assert (load := view.load("fox", "fox-0")) is not None
+    assert load.num_tokens == 95
+    assert view.attempts("fox", "fox-0") == AttemptCounts(num_sent=8, num_lost=1, num_begun=2)
+    assert view.load("fox", "fox-1") is None
+    assert view.attempts("owl", "owl-0") == AttemptCounts()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.machine.signals import StopSignals
-from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ReplicaStatus
+from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, ModelStatus, ReplicaStatus
 
 
 class Answers:
@@ -28,9 +28,8 @@ class Answers:
 
     def take(self, request: LeashRequest) -> None:
         if request.kind is LeashRequestKind.STATUS:
-            self._leash.status(
-                request, {model: {name: status(at) for name, at in listed.items()} for model, listed in self._listed.items()}
-            )
+            seen = {model: ModelStatus({name: status(at) for name, at in listed.items()}) for model, listed in self._listed.items()}
+            self._leash.status(request, seen)
         else:
             self._reload()
             self._leash.reloaded(request)

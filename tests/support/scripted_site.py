@@ -29,7 +29,7 @@ from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.control import FleetControl
 from headrace.fleet.launcher import Child, Failure
 from headrace.fleet.supervisor import FleetExit, FleetReady, Supervisor
-from headrace.wire.leash import LeashRequests
+from headrace.wire.leash import LeashRequests, ModelStatus, ReplicaStatus, ReportedReplicaLoad, said_model
 
 PORT = 8123
 
@@ -50,6 +50,8 @@ class Script:
     refusals      why they refuse it the first times
     bad_adapters  folder -> why engines cannot use it
     num_open      replica -> requests that each gateway has open there, also while it is retired
+    loads         replica -> what its engine reported last
+    models        model -> more of what gateways say of it
     """
 
     loading: set[str] = field(default_factory=set)
@@ -64,6 +66,8 @@ class Script:
     refusals: list[str] = field(default_factory=list)
     bad_adapters: dict[str, str] = field(default_factory=dict)
     num_open: dict[str, int] = field(default_factory=dict)
+    loads: dict[str, ReportedReplicaLoad] = field(default_factory=dict)
+    models: dict[str, ModelStatus] = field(default_factory=dict)
 
 
 class ScriptedProcess:
@@ -162,7 +166,8 @@ class ScriptedProcess:
         if self.label in self._script.silent or (said["event"] == "reload" and self.label in self._script.holding):
             return
         if said["event"] == "status":
-            self.asked.take({**said, "models": self._statuses()})
+            statuses = {model: said_model(replace(self._seen(model), replicas=each)) for model, each in self._statuses().items()}
+            self.asked.take({**said, "models": statuses})
         elif reason := self._script.refusals.pop(0) if self._script.refusals else self._script.refusal:
             self.asked.take({**said, "event": "refused", "reason": reason})
         elif not self.is_gateway and not self.ready.done():
@@ -179,21 +184,24 @@ class ScriptedProcess:
     def _listed(self) -> dict[str, list[str]]:
         return {model["name"]: [each["name"] for each in model.get("replicas", ())] for model in self.config["models"]}
 
-    def _statuses(self) -> dict[str, dict[str, dict[str, object]]]:
+    def _seen(self, model: str) -> ModelStatus:
+        return self._script.models.get(model, ModelStatus({}))
+
+    def _statuses(self) -> dict[str, dict[str, ReplicaStatus]]:
         """A replica that the file lists no more stays while it has open requests."""
         listed = self._listed()
         statuses = {model: {name: self._status(model, name) for name in names} for model, names in listed.items()}
         for model, names in self._retired.items():
             for name in names:
                 if (num_open := self._script.num_open.get(name, 0)) and name not in listed.get(model, ()):
-                    retired = {"ready": False, "reason": "retired", "open": num_open, "refused": False}
-                    statuses.setdefault(model, {})[name] = retired
+                    statuses.setdefault(model, {})[name] = ReplicaStatus(False, "retired", num_open)
         return statuses
 
-    def _status(self, model: str, replica: str) -> dict[str, object]:
+    def _status(self, model: str, replica: str) -> ReplicaStatus:
         unreadable = self._script.unreadable.get(model, "")
         reason = unreadable or ("loading" if replica in self._script.loading else self._script.not_ready.get(replica, ""))
-        return {"ready": not reason, "reason": reason, "open": self._script.num_open.get(replica, 0), "refused": bool(unreadable)}
+        num_open, load = self._script.num_open.get(replica, 0), self._script.loads.get(replica)
+        return ReplicaStatus(not reason, reason, num_open, bool(unreadable), load)
 
 
 class ScriptedLauncher:

@@ -13,11 +13,28 @@ import pytest
 from patience import PATIENCE_S, eventually
 
 from headrace.core.errors import Unavailable
-from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind, LeashRequests, ReloadRefused, ReplicaStatus
+from headrace.core.load import AttemptCounts
+from headrace.wire.leash import (
+    Leash,
+    LeashRequest,
+    LeashRequestKind,
+    LeashRequests,
+    ModelStatus,
+    ReloadRefused,
+    ReplicaStatus,
+    ReportedReplicaLoad,
+)
 
 pytestmark = pytest.mark.socket
 
-STATUSES = {"fox": {"fox-0": ReplicaStatus(True, "", 3), "fox-1": ReplicaStatus(False, "draining", 0)}, "far": {}}
+LOAD = ReportedReplicaLoad(num_running=2, num_waiting=1, fill=0.25, num_finished=7, num_tokens=90, age_s=0.5)
+STATUSES = {
+    "fox": ModelStatus(
+        {"fox-0": ReplicaStatus(True, "", 3, load=LOAD, attempts=AttemptCounts(9, 1, num_begun=8, ttft_s=1.5))}, 11, 2, wait_s=0.75
+    ),
+    "owl": ModelStatus({"owl-0": ReplicaStatus(False, "draining", 0)}),
+    "far": ModelStatus({}),
+}
 
 
 @pytest.fixture
@@ -82,9 +99,18 @@ def test_answers_carry_the_id_of_their_request(ends: tuple[Leash, socket.socket]
     leash.refused(LeashRequest(LeashRequestKind.RELOAD, 5), "port: cannot change")
     assert heard(supervisor) == {"event": "refused", "id": 5, "reason": "port: cannot change"}
     leash.status(LeashRequest(LeashRequestKind.STATUS, 6), STATUSES)
-    ready = {"ready": True, "reason": "", "open": 3, "refused": False}
-    draining = {"ready": False, "reason": "draining", "open": 0, "refused": False}
-    assert heard(supervisor) == {"event": "status", "id": 6, "models": {"fox": {"fox-0": ready, "fox-1": draining}, "far": {}}}
+    said = heard(supervisor)
+    assert (said["event"], said["id"]) == ("status", 6)
+    ready = {
+        "ready": True,
+        "reason": "",
+        "open": 3,
+        "refused": False,
+        "load": [2, 1, 0.25, 7, 90, 0.5],
+        "attempts": [9, 1, 0, 0, 0, 8, 1.5],
+    }
+    assert said["models"]["fox"] == {"replicas": {"fox-0": ready}, "arrived": 11, "held": 2, "wait_s": 0.75}
+    assert said["models"]["far"] == {"replicas": {}, "arrived": 0, "held": 0, "wait_s": 0.0}
 
 
 def test_a_line_that_is_no_message_ends_the_child(ends: tuple[Leash, socket.socket]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, field, fields
 from enum import Enum
 from operator import add, attrgetter, sub
 from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
@@ -296,3 +296,35 @@ class LoadSnapshot:
     max_loras: int = 0
     adapter_pool_bytes: int | None = None
     adapter_pool_highest_bytes: int | None = None
+
+    @property
+    def fill(self) -> float:
+        """Running sequences of the most that the replica runs, or KV blocks that are held, where that is more."""
+        sequences = self.num_running / self.max_num_seqs if self.max_num_seqs else 0.0
+        if not self.kv_blocks_total:
+            return sequences
+        return max(sequences, 1.0 - (self.kv_blocks_free + self.kv_blocks_cached) / self.kv_blocks_total)
+
+
+@dataclass(slots=True)
+class AttemptCounts:
+    """What became of the requests that one gateway sent to a replica, since it lists the replica. The numbers only grow.
+
+    num_lost      the replica, or the connection to it, ended before the answer
+    num_failed    the engine could not go on: its fault
+    num_refused   for what the request asks: its client's fault
+    num_rejected  not taken by a replica that was full, or about to leave
+    num_begun     had a first token; ttft_s: the sum of their seconds from being sent until then
+    """
+
+    num_sent: int = 0
+    num_lost: int = 0
+    num_failed: int = 0
+    num_refused: int = 0
+    num_rejected: int = 0
+    num_begun: int = 0
+    ttft_s: float = 0.0
+
+    @staticmethod
+    def summed(counts: Iterable[AttemptCounts]) -> AttemptCounts:
+        return AttemptCounts(*map(sum, zip(*map(astuple, (AttemptCounts(), *counts)), strict=True)))

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.errors import ConfigError, HeadraceError, Unavailable
+from headrace.core.load import AttemptCounts
 from headrace.fleet.files import write_gateway_file
 from headrace.fleet.keeper import ProcessKeeper
-from headrace.wire.leash import DRAINING, ModelStatuses, ReloadRefused, ReplicaStatus
+from headrace.wire.leash import DRAINING, ModelStatus, ModelStatuses, ReloadRefused, ReplicaStatus, ReportedReplicaLoad
 from headrace.wire.listening import bound_sockets, close_all, shown_host
 
 STATUS_TIMEOUT_S = 2.0
@@ -49,7 +50,7 @@ class GatewaysView:
         return bool(seen) and not self.silent and all(status is not None and status.is_refused for status in seen)
 
     def why_refused(self, model: str) -> str:
-        statuses = (status for answer in self.answers for status in answer.get(model, {}).values())
+        statuses = (status for seen in self.of(model) for status in seen.replicas.values())
         return next((status.reason for status in statuses if status.is_refused), "")
 
     def why_not_ready(self, model: str, replica: str) -> str:
@@ -59,8 +60,20 @@ class GatewaysView:
         """None where a serving gateway did not answer."""
         return None if self.silent else sum(status.num_open for status in self._of(model, replica) if status is not None)
 
+    def load(self, model: str, replica: str) -> ReportedReplicaLoad | None:
+        """The last report; None: no gateway has one."""
+        loads = [status.load for status in self._of(model, replica) if status is not None and status.load is not None]
+        return min(loads, key=lambda load: load.age_s, default=None)
+
+    def attempts(self, model: str, replica: str) -> AttemptCounts:
+        """Summed over the gateways that answered: the sums are less once a gateway has begun anew."""
+        return AttemptCounts.summed(status.attempts for status in self._of(model, replica) if status is not None)
+
+    def of(self, model: str) -> list[ModelStatus]:
+        return [answer[model] for answer in self.answers if model in answer]
+
     def _of(self, model: str, replica: str) -> list[ReplicaStatus | None]:
-        return [answer.get(model, {}).get(replica) for answer in self.answers]
+        return [answer[model].replicas.get(replica) if model in answer else None for answer in self.answers]
 
 
 class GatewayGroup:

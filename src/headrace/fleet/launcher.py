@@ -22,7 +22,7 @@ from headrace.observe.logs import LogFormat, relay
 from headrace.wire.leash import LeashRequests
 
 MAX_LINE_BYTES = 2**16
-MAX_LEASH_LINE_BYTES = 2**21
+MAX_LEASH_LINE_BYTES = 2**23
 """A gateway's status has a hundred bytes per replica, an engine's answer at most 350 per adapter (`core.adapters.MAX_ADAPTERS`)."""
 
 SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_SITE_KEY")

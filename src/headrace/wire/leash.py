@@ -6,7 +6,7 @@
     child       {"event": "reloaded", "id": N, ...}                   done: it holds for every later request; with facts that changed
                 {"event": "refused", "id": N, "reason": R}            nothing was changed
     supervisor  {"event": "status", "id": N}
-    child       {"event": "status", "id": N, "models": {MODEL: {REPLICA: STATUS}}}
+    child       {"event": "status", "id": N, "models": {MODEL: STATUS}}
 
 The child exits at once when the supervisor's end closes: no orphan keeps a port or a GPU.
 """
@@ -19,18 +19,22 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.core.errors import HeadraceError, Unavailable
+from headrace.core.load import AttemptCounts
 
 ORPHANED = 69
 """Exit status of a child whose supervisor is gone (EX_UNAVAILABLE)."""
 
 
 DRAINING = "draining"
+
+MAX_REASON_CHARS = 400
+"""In the status of a replica: then the longest line that the supervisor reads (`fleet.launcher`) holds more than 10,000 replicas."""
 
 
 class LeashRequestKind(StrEnum):
@@ -46,18 +50,54 @@ class LeashRequest:
     id: int
 
 
+class ReportedReplicaLoad(NamedTuple):
+    """What an engine reported last: the same at every gateway, but for the age.
+
+    fill                       sequences, or KV blocks where these are scarcer, in use: 1.0 is all
+    num_finished, num_tokens   sequences and output tokens since its process started
+    """
+
+    num_running: int
+    num_waiting: int
+    fill: float
+    num_finished: int
+    num_tokens: int
+    age_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """As one gateway sees it. is_refused: its model's tokenizer or chat template cannot be used"""
+    """As one gateway sees it.
+
+    is_refused  its model's tokenizer or chat template cannot be used
+    load        None: it has not reported, or is a foreign server
+    """
 
     is_ready: bool
     reason: str
     num_open: int
     is_refused: bool = False
+    load: ReportedReplicaLoad | None = None
+    attempts: AttemptCounts = field(default_factory=AttemptCounts)
 
 
-ModelStatuses = Mapping[str, Mapping[str, ReplicaStatus]]
-"""Model to replica to status. A retired replica is listed until the gateway has closed its connection."""
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """As one gateway sees it.
+
+    replicas     by name; a retired one is listed until the gateway has closed its connection
+    num_arrived  requests that asked for the model since the gateway began to serve it
+    num_held     those that wait for any replica to serve
+    wait_s       predicted until the engine begins a new request; 0 where no replica is connected
+    """
+
+    replicas: Mapping[str, ReplicaStatus]
+    num_arrived: int = 0
+    num_held: int = 0
+    wait_s: float = 0.0
+
+
+ModelStatuses = Mapping[str, ModelStatus]
 
 
 class ReloadRefused(HeadraceError):
@@ -110,8 +150,7 @@ class Leash:
         self._say({"event": "refused", "id": request.id, "reason": reason})
 
     def status(self, request: LeashRequest, models: ModelStatuses) -> None:
-        said = {model: {name: _said(status) for name, status in replicas.items()} for model, replicas in models.items()}
-        self._say({"event": "status", "id": request.id, "models": said})
+        self._say({"event": "status", "id": request.id, "models": {model: said_model(status) for model, status in models.items()}})
 
     def _say(self, message: Mapping[str, object]) -> None:
         if self._socket is None:
@@ -145,8 +184,24 @@ class Leash:
             self._unhandled.append(request)
 
 
+def said_model(status: ModelStatus) -> Mapping[str, object]:
+    replicas = {name: _said(replica) for name, replica in status.replicas.items()}
+    return {"replicas": replicas, "arrived": status.num_arrived, "held": status.num_held, "wait_s": status.wait_s}
+
+
 def _said(status: ReplicaStatus) -> Mapping[str, object]:
-    return {"ready": status.is_ready, "reason": status.reason, "open": status.num_open, "refused": status.is_refused}
+    facts = {"ready": status.is_ready, "reason": status.reason[:MAX_REASON_CHARS], "open": status.num_open, "refused": status.is_refused}
+    return {**facts, "load": status.load, "attempts": astuple(status.attempts)}
+
+
+def _heard_model(said: Mapping[str, Any]) -> ModelStatus:
+    replicas = {name: _heard(replica) for name, replica in said["replicas"].items()}
+    return ModelStatus(replicas, said["arrived"], said["held"], said["wait_s"])
+
+
+def _heard(said: Mapping[str, Any]) -> ReplicaStatus:
+    load = None if said["load"] is None else ReportedReplicaLoad(*said["load"])
+    return ReplicaStatus(said["ready"], said["reason"], said["open"], said["refused"], load, AttemptCounts(*said["attempts"]))
 
 
 class LeashRequests:
@@ -168,10 +223,7 @@ class LeashRequests:
 
     async def status(self) -> ModelStatuses:
         answer = await self._ask(LeashRequestKind.STATUS)
-        return {
-            model: {name: ReplicaStatus(said["ready"], said["reason"], said["open"], said["refused"]) for name, said in replicas.items()}
-            for model, replicas in answer["models"].items()
-        }
+        return {model: _heard_model(said) for model, said in answer["models"].items()}
 
     def take(self, message: Mapping[str, Any]) -> None:
         """An answer to a request that was given up is only counted."""

@@ -33,6 +33,7 @@ from identity_kit import administration
 from local_workers import HeldWorkers, LocalWorkers
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
+from headrace.core.load import AttemptCounts
 from headrace.core.option import Reload, leaves
 from headrace.gateway.access.administration import NewKey
 from headrace.gateway.access.open_requests import Draining
@@ -87,6 +88,14 @@ async def bench(text: TextModel) -> AsyncIterator[TestBench]:
         yield opened
 
 
+def statuses(bench: TestBench) -> dict[str, dict[str, ReplicaStatus]]:
+    """Without load and counts."""
+    return {
+        model: {name: replace(each, load=None, attempts=AttemptCounts()) for name, each in status.replicas.items()}
+        for model, status in bench.reloader.status().items()
+    }
+
+
 async def held_stream(bench: TestBench, replica: FakeReplica, name: str = MODEL) -> asyncio.Task[httpx2.Response]:
     """A stream that says nothing before `replica.go` is set."""
     replica.go.clear()
@@ -110,16 +119,26 @@ async def test_replicas_come_and_go(bench: TestBench) -> None:
     assert (await bench.chat()).status_code == 200
 
 
+async def test_the_status_counts_what_was_asked_and_sent(bench: TestBench) -> None:
+    for _ in range(3):
+        assert (await bench.chat()).status_code == 200
+    seen = bench.reloader.status()[MODEL]
+    attempts = seen.replicas["r0"].attempts
+    assert (seen.num_arrived, attempts.num_sent, attempts.num_begun) == (3, 3, 3)
+    await apply(bench, model(MODEL, "r0", "r1"))
+    assert bench.reloader.status()[MODEL].replicas["r0"].attempts.num_sent == 3, "a reload keeps the counts of what stays"
+
+
 async def test_a_retired_replica_finishes_its_streams_and_gets_no_new_one(bench: TestBench) -> None:
     old = bench.replicas["r0"]
     running = await held_stream(bench, old)
     await apply(bench, model(MODEL, "r1"))
-    assert bench.reloader.status() == {MODEL: {"r0": ReplicaStatus(False, "retired", 1), "r1": ReplicaStatus(True, "", 0)}}
+    assert statuses(bench) == {MODEL: {"r0": ReplicaStatus(False, "retired", 1), "r1": ReplicaStatus(True, "", 0)}}
     assert (await bench.chat()).status_code == 200
     assert (len(old.requests), len(bench.replicas["r1"].requests)) == (1, 1)
     old.go.set()
     assert said(await running) == SAID
-    await eventually(lambda: set(bench.reloader.status()[MODEL]) == {"r1"})
+    await eventually(lambda: set(statuses(bench)[MODEL]) == {"r1"})
     assert old.is_closed
 
 
@@ -156,7 +175,7 @@ async def test_a_replica_with_another_address_is_connected_to_anew(bench: TestBe
     await apply(bench, changed)
     assert (await bench.chat()).status_code == 200
     assert len(old.requests) == 1
-    assert bench.reloader.status() == {MODEL: {"r0": ReplicaStatus(True, "", 1)}}
+    assert statuses(bench) == {MODEL: {"r0": ReplicaStatus(True, "", 1)}}
     metrics = (await bench.client.get("/metrics")).text
     assert metrics.count(f'headrace_replica_ready{{model="{MODEL}",replica="r0"}}') == 1
     old.go.set()
@@ -217,7 +236,7 @@ async def test_a_stream_outlives_its_model(bench: TestBench) -> None:
     running = await held_stream(bench, old)
     await apply(bench, model("owl", "o0"))
     assert (await bench.chat()).status_code == 404
-    assert bench.reloader.status() == {MODEL: {"r0": ReplicaStatus(False, "retired", 1)}, "owl": {"o0": ReplicaStatus(True, "", 0)}}
+    assert statuses(bench) == {MODEL: {"r0": ReplicaStatus(False, "retired", 1)}, "owl": {"o0": ReplicaStatus(True, "", 0)}}
     old.go.set()
     assert said(await running) == SAID
     await eventually(lambda: set(bench.reloader.status()) == {"owl"})
@@ -289,10 +308,10 @@ async def test_foreign_servers_come_and_go(text: TextModel, bench: TestBench) ->
         assert (await ask(bench, "far")).json()["choices"][0]["message"]["content"] == SAID
         running = await held_stream(bench, far.replica, "far")
         await apply(bench, model(MODEL, "r0"), {"name": "far", "upstreams": [{**upstreams[0], "silence_s": 9}]})
-        assert bench.reloader.status()["far"] == {"foreign-0": ReplicaStatus(True, "", 1)}
+        assert statuses(bench)["far"] == {"foreign-0": ReplicaStatus(True, "", 1)}
         await apply(bench, model(MODEL, "r0"))
         assert (await ask(bench, "far")).status_code == 404
-        assert bench.reloader.status()["far"] == {"foreign-0": ReplicaStatus(False, "retired", 1)}
+        assert statuses(bench)["far"] == {"foreign-0": ReplicaStatus(False, "retired", 1)}
         far.replica.go.set()
         assert said(await running) == SAID
         await eventually(lambda: set(bench.reloader.status()) == {MODEL})
@@ -676,7 +695,7 @@ async def test_a_new_model_whose_folder_cannot_be_read_fails_alone_until_a_reloa
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
         assert "its tokenizer or chat template cannot be used" in refused.text
         assert "/damaged" not in refused.text
-        assert bench.reloader.status()["owl"] == {"o0": ReplicaStatus(False, "tokenizer.json: is missing.", 0, is_refused=True)}
+        assert statuses(bench)["owl"] == {"o0": ReplicaStatus(False, "tokenizer.json: is missing.", 0, is_refused=True)}
         assert (await bench.client.get("/ready")).status_code == 200
         assert (await bench.client.get("/ready?strict")).status_code == 503
         bench.reloader.check()

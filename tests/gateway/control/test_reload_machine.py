@@ -146,7 +146,7 @@ class ReloadMachine(RuleBasedStateMachine):
                 assert response.text.endswith("data: [DONE]\n\n"), response.text
                 deltas = [choice["delta"] for event in events_of(response.text) for choice in event["choices"]]
                 assert "".join(delta.get("content", "") for delta in deltas) == SAID
-            while any(status.reason == "retired" for statuses in self.bench.reloader.status().values() for status in statuses.values()):
+            while any(status.reason == "retired" for seen in self.bench.reloader.status().values() for status in seen.replicas.values()):
                 await asyncio.sleep(0.002)
         wanted = {replica.name for model in self.bench.reloader.config.models for replica in model.replicas}
         assert {replica.name for replica in self.made if not replica.is_closed} == wanted

@@ -17,15 +17,18 @@ from headrace.policy.admission import TenantTurn
 
 
 class UseCount:
-    __slots__ = ("_tenants", "_unused", "num_users")
+    """num_entered: of all time"""
+
+    __slots__ = ("_tenants", "_unused", "num_entered", "num_users")
 
     def __init__(self) -> None:
-        self.num_users = 0
+        self.num_users = self.num_entered = 0
         self._tenants: Counter[str] = Counter()
         self._unused: asyncio.Event | None = None
 
     def enter(self, tenant: str) -> None:
         self.num_users += 1
+        self.num_entered += 1
         self._tenants[tenant] += 1
 
     def leave(self, tenant: str) -> None:

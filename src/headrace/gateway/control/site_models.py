@@ -12,6 +12,8 @@ from functools import partial
 from typing import TypeVar
 
 from headrace.core.errors import CheckpointError
+from headrace.core.load import AttemptCounts, LoadSnapshot
+from headrace.core.request import PriorityClass
 from headrace.gateway.access.open_requests import UseCount
 from headrace.gateway.control.models import ModelOpener, OpenModel
 from headrace.gateway.control.texts import FailedText, LoadedText, ModelTexts
@@ -22,7 +24,7 @@ from headrace.gateway.upstream.served_models import ServedModel
 from headrace.observe.metrics import Metrics, ReplicaReading
 from headrace.observe.reading_metrics import UpstreamReading
 from headrace.policy.routing.choice import ReplicaId
-from headrace.wire.leash import ModelStatuses, ReplicaStatus
+from headrace.wire.leash import ModelStatus, ModelStatuses, ReplicaStatus, ReportedReplicaLoad
 
 SERIES_KEPT_S = 300.0
 """Enough to be scraped once more, so that old names do not pile up."""
@@ -79,10 +81,11 @@ class SiteModels:
         for model in (*self._leaving, *self.models.values()):
             replicas = statuses.setdefault(model.config.name, {})
             for replica in _replicas(model, is_leaving=model in self._leaving):
-                before = replicas.get(replica.name)
-                num_open = replica.num_open + (before.num_open if before is not None else 0)
-                replicas[replica.name] = _status(replica, num_open, self.opener.why_unreadable(model))
-        return statuses
+                status = _status(replica, self.opener.why_unreadable(model))
+                if (before := replicas.get(replica.name)) is not None:
+                    status = replace(status, num_open=status.num_open + before.num_open)
+                replicas[replica.name] = status
+        return {name: _model_status(self.models.get(name), replicas) for name, replicas in statuses.items()}
 
     def readings(self) -> Iterator[ReplicaReading]:
         """A present model's reading comes before a leaving one's of the same names."""
@@ -200,10 +203,26 @@ def _one_of_each(readings: Iterable[R]) -> Iterator[R]:
             yield reading
 
 
-def _status(replica: ReplicaHealth, num_open: int, unreadable: CheckpointError | None) -> ReplicaStatus:
+def _model_status(model: OpenModel | None, replicas: Mapping[str, ReplicaStatus]) -> ModelStatus:
+    """model: None: it was removed"""
+    if model is None:
+        return ModelStatus(replicas)
+    queue = model.served.upstream.queue(PriorityClass.STANDARD, model.served.unsent)
+    return ModelStatus(replicas, model.served.users.num_entered, wait_s=0.0 if queue is None else queue.wait_s)
+
+
+def _status(replica: ReplicaHealth, unreadable: CheckpointError | None) -> ReplicaStatus:
     if unreadable is not None and not replica.is_foreign:
-        return ReplicaStatus(is_ready=False, reason=str(unreadable), num_open=num_open, is_refused=True)
-    return ReplicaStatus(not replica.reason, replica.reason, num_open)
+        return ReplicaStatus(is_ready=False, reason=str(unreadable), num_open=replica.num_open, is_refused=True)
+    load = None if replica.load is None else _reported(replica.load, replica.load_age_s)
+    attempts = AttemptCounts() if replica.attempts is None else replica.attempts
+    return ReplicaStatus(not replica.reason, replica.reason, replica.num_open, load=load, attempts=attempts)
+
+
+def _reported(load: LoadSnapshot, age_s: float) -> ReportedReplicaLoad:
+    counters = load.counters
+    num_finished = sum(counters.finished.values())
+    return ReportedReplicaLoad(load.num_running, load.num_waiting, load.fill, num_finished, counters.generation_tokens, age_s)
 
 
 def _replicas(model: OpenModel, *, is_leaving: bool) -> Iterator[ReplicaHealth]:

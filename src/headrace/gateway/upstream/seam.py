@@ -16,7 +16,7 @@ from math import ceil
 from typing import Any, NamedTuple, Protocol
 
 from headrace.core.errors import Unavailable
-from headrace.core.load import LoadSnapshot
+from headrace.core.load import AttemptCounts, LoadSnapshot
 from headrace.core.plan import LogprobColumns
 from headrace.core.request import PriorityClass
 from headrace.core.update import FinishReason, MissReason, StageSeconds
@@ -356,16 +356,19 @@ class ReplicaHealth:
 
     is_foreign  a foreign server: its state is shown, and it counts as ready for /ready
     is_failing  the circuit is open: requests failed lately, and new ones are sent only if no other replica is left
+    attempts    grow with it; None of a foreign server
     """
 
     name: str
     is_connected: bool
     reason: str
     load: LoadSnapshot | None = None
+    load_age_s: float = 0.0
     is_foreign: bool = False
     num_open: int = 0
     has_tried: bool = True
     is_failing: bool = False
+    attempts: AttemptCounts | None = None
 
 
 class Upstream(ABC):

@@ -56,7 +56,7 @@ def scaling_facts(reports: Sequence[LoadSnapshot], counts: Counts, *, num_held: 
         num_full=sum(report.num_waiting > 0 for report in reports),
         num_waiting=num_held + sum(report.num_waiting for report in reports),
         wait_s=wait_s,
-        fill=sum(fill_of(report) for report in reports),
+        fill=sum(report.fill for report in reports),
     )
 
 
@@ -81,12 +81,3 @@ def scaling_lines(report: ScalingReport) -> Iterator[str]:
     yield f"Autoscaling: {report.replica_hours:.2f} replica-hours"
     for change in report.changes:
         yield f"{change.at_s:9.0f} s  {counted(change.num_replicas, 'replica')}: {change.reason}"
-
-
-def fill_of(load: LoadSnapshot) -> float:
-    """Running sequences of the most that the replica runs, or KV blocks that are held, where that is more."""
-    sequences = load.num_running / load.max_num_seqs if load.max_num_seqs else 0.0
-    if not load.kv_blocks_total:
-        return sequences
-    blocks = 1.0 - (load.kv_blocks_free + load.kv_blocks_cached) / load.kv_blocks_total
-    return max(sequences, blocks)

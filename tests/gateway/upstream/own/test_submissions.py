@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, SequenceFailed, Unavailable
+from headrace.core.grammar import CANNOT_CONTINUE
 from headrace.core.ids import RequestId
+from headrace.core.load import AttemptCounts
 from headrace.core.update import STAGES, FinishReason, SequenceUpdate, StageSeconds
 from headrace.gateway.upstream.own.replica_health import ReplicaCircuit
 from headrace.gateway.upstream.own.submissions import Submission, SubmissionResult, Submissions
@@ -24,12 +27,13 @@ class Call:
         self.now = 0.0
         self.marks = StageMarks(lambda: self.now)
         self.marks.enter(ANSWER)
+        self.circuit = ReplicaCircuit()
         self.submissions = Submissions(num_sequences, lambda: self.now)
         self.submissions.begin()
 
     def send(self, at: float, *indices: int) -> Submission:
         self.now = at
-        attempt = ReplicaCircuit().send(None, lambda: self.now)
+        attempt = self.circuit.send(None, lambda: self.now)
         return self.submissions.add(Submission(indices, ReplicaChoice(ReplicaId("r0"), ONLY), attempt))
 
     def read(self, submission: Submission, at: float, index: int, **fields: object) -> None:
@@ -109,3 +113,44 @@ def test_of_many_sequences_the_later_stages_are_one_and_none_of_their_time_is_lo
     assert len(bounded) == MAX_KEPT
     assert bounded[-1] == Span(REST, MAX_KEPT - 1, 200.0)
     assert sum(span.end - span.start for span in bounded) == 200
+
+
+def test_the_time_to_the_first_token_is_counted_once() -> None:
+    call = Call(1)
+    sent = call.send(1.0, 0)
+    call.read(sent, 1.5, 0)
+    call.read(sent, 3.0, 0, token_ids=(7,))
+    call.read(sent, 4.0, 0, token_ids=(8,), finish=FinishReason.STOP)
+    sent.end(4.0, SubmissionResult.ANSWERED)
+    assert call.circuit.attempts == AttemptCounts(num_sent=1, num_begun=1, ttft_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "counted"),
+    [
+        (InvalidRequest("seed", "a number"), AttemptCounts(1, num_refused=1)),
+        (Overloaded("full"), AttemptCounts(1, num_rejected=1)),
+        (Unavailable("leaves"), AttemptCounts(1, num_rejected=1)),
+        (SequenceFailed("its fault"), AttemptCounts(1, num_failed=1)),
+    ],
+)
+def test_a_rejection_is_counted_by_whose_fault_it_is(error: HeadraceError, counted: AttemptCounts) -> None:
+    call = Call(1)
+    sent = call.send(0.0, 0)
+    sent.end(1.0, SubmissionResult.REJECTED, error)
+    sent.end(2.0, SubmissionResult.CANCELLED)
+    assert call.circuit.attempts == counted
+
+
+def test_a_loss_an_engines_fault_and_a_grammar_without_a_next_token_are_counted_apart() -> None:
+    call = Call(1)
+    call.send(0.0, 0).end(1.0, SubmissionResult.LOST)
+    failed = call.send(2.0, 0)
+    call.read(failed, 3.0, 0, finish=FinishReason.ERROR, error="a kernel raised")
+    failed.end(3.0, SubmissionResult.ERROR)
+    refused = call.send(4.0, 0)
+    call.read(refused, 5.0, 0, finish=FinishReason.ERROR, error=f"{CANNOT_CONTINUE} it allows no token")
+    refused.end(5.0, SubmissionResult.ERROR)
+    left = call.send(6.0, 0)
+    left.end(6.5, SubmissionResult.CANCELLED)
+    assert call.circuit.attempts == AttemptCounts(num_sent=4, num_lost=1, num_failed=1, num_refused=1)

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
+from headrace.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from headrace.core.grammar import CANNOT_CONTINUE
-from headrace.core.load import LoadSnapshot
+from headrace.core.load import AttemptCounts, LoadSnapshot
 from headrace.core.model_info import Numerics
 from headrace.core.request import PriorityClass
 from headrace.core.update import FinishReason, SequenceUpdate
@@ -77,10 +78,12 @@ EJECTED = "failed several requests in a row"
 class ReplicaCircuit:
     def __init__(self) -> None:
         self.breaker = CircuitBreaker(REPLICA_LIMITS)
+        self.attempts = AttemptCounts()
         self._failed_connection: ConnectionKey | None = None
 
     def send(self, connection: ConnectionKey | None, clock: Clock) -> ReplicaAttempt:
         now = clock()
+        self.attempts.num_sent += 1
         ticket = self.breaker.send(now) if self.breaker.can_send(now) else NO_TICKET
         return ReplicaAttempt(self, connection, ticket, clock, now)
 
@@ -93,7 +96,7 @@ class ReplicaCircuit:
 
 
 class ReplicaAttempt:
-    """Reports the outcome of one attempt to its replica's circuit. Only its first reported outcome counts."""
+    """Reports the outcome of one attempt to its replica's circuit, and counts it. Only its first reported outcome counts."""
 
     __slots__ = ("_circuit", "_clock", "_has_begun", "_is_over", "_ticket", "connection", "sent_at")
 
@@ -108,9 +111,15 @@ class ReplicaAttempt:
         if not self._has_begun and any(update.token_ids for update in updates):
             self._has_begun = True
             self._circuit.breaker.begin(self._ticket)
+            self._circuit.attempts.num_begun += 1
+            self._circuit.attempts.ttft_s += self._clock() - self.sent_at
         for update in updates:
-            if update.finish is FinishReason.ERROR and not (update.error or "").startswith(CANNOT_CONTINUE):
+            if update.finish is FinishReason.ERROR:
+                if (update.error or "").startswith(CANNOT_CONTINUE):
+                    self._circuit.attempts.num_refused += 1
+                    continue
                 self._is_over = True
+                self._circuit.attempts.num_failed += 1
                 self._circuit.breaker.fail(self._ticket, self._clock())
                 return
             if update.finish is not None and update.finish.is_answer:
@@ -126,10 +135,22 @@ class ReplicaAttempt:
     def lose(self) -> None:
         if not self._is_over:
             self._is_over = True
+            self._circuit.attempts.num_lost += 1
             if self._has_begun:
                 self._circuit.breaker.abandon(self._ticket, self._clock())
             else:
                 self._circuit.lose(self.connection, self._ticket, self._clock())
+
+    def reject(self, error: Exception | None) -> None:
+        """The engine has taken nothing of it."""
+        attempts = self._circuit.attempts
+        if isinstance(error, InvalidRequest):
+            attempts.num_refused += 1
+        elif isinstance(error, Overloaded | Unavailable | DeadlineExceeded):
+            attempts.num_rejected += 1
+        else:
+            attempts.num_failed += 1
+        self.end()
 
     def end(self) -> None:
         """The client left, the replica was full, or a stop string ended the last sequence."""
@@ -179,14 +200,17 @@ class Replica:
 
     def health(self, reason: str, now: float) -> ReplicaHealth:
         connection = self.connection
+        seen = connection.snapshot
         return ReplicaHealth(
             self.name,
             connection.state is not ConnectionState.DOWN,
             reason,
-            connection.snapshot.load if connection.snapshot else None,
+            seen.load if seen else None,
+            load_age_s=now - seen.received_s if seen else 0.0,
             num_open=connection.num_open,
             has_tried=connection.has_tried,
             is_failing=not self.circuit.breaker.can_send(now),
+            attempts=self.circuit.attempts,
         )
 
     def candidate(self, lowest: PriorityClass = PriorityClass.BATCH, *, cached_tokens: int = 0, adapter: str | None = None) -> Candidate:

@@ -59,8 +59,13 @@ class Submission:
     def end(self, at: float, result: SubmissionResult, error: Exception | None = None) -> None:
         """Ends its attempt, too. A later call changes nothing."""
         if self.result is None:
-            end_attempt = self.attempt.lose if result is SubmissionResult.LOST else self.attempt.end
-            end_attempt()
+            match result:
+                case SubmissionResult.LOST:
+                    self.attempt.lose()
+                case SubmissionResult.REJECTED:
+                    self.attempt.reject(error)
+                case _:
+                    self.attempt.end()
             self.ended_at, self.result, self.detail = at, result, "" if error is None else str(error)[:MAX_DETAIL_CHARS]
 
     def spans(self, index: int, ended_at: float) -> list[Span]:
