@@ -160,6 +160,7 @@ async def _open_service(
         answer_cache=AnswerCache(answers, AnswerCacheMetrics(registry), unix_time),
         kept_streams=KeptStreams(opened(stores.open_streams(), "streams"), metrics=ResumeMetrics(registry)),
         open_requests=open_requests,
+        watch=watch,
         metrics=metrics,
         clock=clock,
         unix_time=unix_time,
@@ -237,6 +238,7 @@ def _connect_metrics(app: Gateway, models: SiteModels) -> None:
     budgets = service.memory.prompts, service.memory.answers
     metrics.read_process(lambda: process_memory().resident)
     metrics.read_engines(models.readings)
+    metrics.read_held(models.num_held)
     metrics.read_upstreams(models.upstream_readings)
     metrics.read_text(service.text_pool.reading)
     metrics.requests_open.set_function(lambda: service.open_requests.num_open)

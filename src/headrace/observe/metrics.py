@@ -100,6 +100,13 @@ def _memory_families(reading: MemoryReading) -> Iterator[Metric]:
     yield GaugeMetricFamily("headrace_gateway_answers_pending", text, reading.num_answers_pending)
 
 
+def _held_families(num_held: Mapping[str, int]) -> Iterator[Metric]:
+    held = GaugeMetricFamily("headrace_requests_held", "Requests that wait for a replica of their model.", labels=("model",))
+    for model, count in num_held.items():
+        held.add_metric((model,), count)
+    yield held
+
+
 def _ready_families(readings: Iterable[ReplicaReading]) -> Iterator[Metric]:
     ready = GaugeMetricFamily("headrace_replica_ready", "1 while the replica answers and its loop turns.", labels=LABELS)
     for reading in readings:
@@ -297,6 +304,9 @@ class Metrics:
     def read_engines(self, readings: Callable[[], Iterable[ReplicaReading]]) -> None:
         self.registry.register(ReadCollector(_ready_families, readings))
         self.reported.register(ReadCollector(_engine_families, readings))
+
+    def read_held(self, num_held: Callable[[], Mapping[str, int]]) -> None:
+        self.registry.register(ReadCollector(_held_families, num_held))
 
     def read_upstreams(self, readings: Callable[[], Iterable[UpstreamReading]]) -> None:
         self.registry.register(ReadCollector(upstream_families, readings))

@@ -180,6 +180,11 @@ class UnsentRequest:
             self._is_counted = True
             self._counts[self._priority] += 1
 
+    @property
+    def num_counted(self) -> int:
+        """Unsent requests of the model, of every class."""
+        return sum(self._counts)
+
     def uncount(self) -> None:
         if self._is_counted:
             self._is_counted = False

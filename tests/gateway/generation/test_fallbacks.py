@@ -186,7 +186,7 @@ async def test_a_model_without_a_replica_is_no_choice_and_is_asked_after_the_oth
         response = await ask(bench)
         assert (response.json()["model"], len(fox.requests)) == (CUB, 0)
         bench.replicas["of-cub"].die()
-        assert (await ask(bench)).json()["error"]["message"] == "The model fox is still starting."
+        assert (await ask(bench)).json()["error"]["message"] == "No replica of fox took the request within 600 s."
 
 
 async def test_the_dearest_model_is_reserved_and_the_one_that_ran_is_charged(text: TextModel) -> None:

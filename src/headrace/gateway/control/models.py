@@ -23,6 +23,7 @@ from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.gateway.upstream.own.upstream import TokenUpstream
 from headrace.gateway.upstream.seam import Upstream
 from headrace.gateway.upstream.served_models import ServedModel, UnreadableModel
+from headrace.policy.holding import HeldTotals
 from headrace.policy.routing.choice import SLOW_START_S, Random, ReplicaId
 from headrace.text.folder import TextModel
 from headrace.text.output.formats import ModelFormats
@@ -90,6 +91,7 @@ class ModelOpener:
         self._text_pool = text_pool
         self._connect = connect
         self._sources = sources
+        self._held = HeldTotals()
         self.on_closed: Callable[[str, ReplicaId], None] = lambda _model, _replica: None
 
     async def open(
@@ -117,8 +119,9 @@ class ModelOpener:
                 routing=rules.routing,
                 slow_start_s=SLOW_START_S,
                 on_closed=partial(self.on_closed, config.name),
+                totals=self._held,
             )
-            pool.unavailable = config.unavailable
+            pool.unavailable, pool.starts_on_demand = config.unavailable, config.starts_on_demand
             await stack.enter_async_context(pool)
             upstream = self._engines(config, text, pool, foreign)
             return OpenModel(config, self._served(config, upstream), stack.pop_all(), foreign, text, pool, replicas)
@@ -144,7 +147,7 @@ class ModelOpener:
         def apply() -> None:
             if model.pool is not None:
                 model.pool.change(add=add.values(), retire=retire.values())
-                model.pool.unavailable = config.unavailable
+                model.pool.unavailable, model.pool.starts_on_demand = config.unavailable, config.starts_on_demand
             model.replicas = {known: replica for known, replica in (model.replicas | add).items() if known not in retire}
             model.config, model.served = config, served
 

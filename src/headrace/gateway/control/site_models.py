@@ -91,6 +91,9 @@ class SiteModels:
         """A present model's reading comes before a leaving one's of the same names."""
         return _one_of_each(reading for model in (*self.models.values(), *self._leaving) for reading in model.served.readings())
 
+    def num_held(self) -> Mapping[str, int]:
+        return {name: model.served.upstream.num_held for name, model in self.models.items()}
+
     def upstream_readings(self) -> Iterator[UpstreamReading]:
         upstreams = [model.foreign for model in (*self.models.values(), *self._leaving)]
         return _one_of_each(reading for upstream in upstreams if upstream is not None for reading in upstream.readings())

@@ -71,7 +71,8 @@ class SseStream:
         self.is_cut = False
 
     async def __aenter__(self) -> SseStream:
-        await self._exchange.start(200, HEADERS, is_event_stream=True)
+        if not self._exchange.status:  # else it was opened while the request waited
+            await self._exchange.start(200, HEADERS, is_event_stream=True)
         self._watch.streams.add(self)
         return self
 

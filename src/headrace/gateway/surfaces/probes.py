@@ -67,7 +67,7 @@ async def live(service: Service, exchange: Exchange, account: RequestAccount) ->
 
 async def health(service: Service, exchange: Exchange, account: RequestAccount) -> None:
     """vLLM's meaning: 200 while every model has a living engine process, else 503."""
-    dead = [model.name for model in service.models.models if not model.is_alive]
+    dead = [model.name for model in service.models.models if not (model.is_alive or model.upstream.is_asleep)]
     reason = f"no engine for: {', '.join(dead)}" if dead else ""
     await exchange.reply(503 if dead else 200, _encode(ProbeReply(ok=not dead, replicas=[], reason=reason)))
 
@@ -98,7 +98,7 @@ def _why_not_ready(models: Sequence[ServedModel], *, is_strict: bool) -> str:
     replicas = [(model.name, replica) for model in models for replica in model.upstream.replicas()]
     missing = [f"{model}/{replica.name} {replica.reason}" for model, replica in replicas if replica.reason and not replica.is_foreign]
     failing = [f"{model}/{replica.name} {FAILING}" for model, replica in replicas if replica.is_failing and not replica.reason]
-    empty = [f"{model.name} has no replica" for model in models if not model.upstream.replicas()]
+    empty = [f"{model.name} has no replica" for model in models if not (model.upstream.replicas() or model.upstream.is_asleep)]
     if is_strict or len(missing) == len(replicas):
         return "; ".join([*missing, *(failing if is_strict else ()), *empty])
     return ""

@@ -24,6 +24,7 @@ from headrace.gateway.upstream.seam import (
     NO_USAGE,
     EventListener,
     EventStream,
+    Hold,
     OutputEvent,
     Prepared,
     ReplicaHealth,
@@ -34,7 +35,8 @@ from headrace.gateway.upstream.seam import (
 )
 from headrace.observe.finished_request import AnswerHandling
 from headrace.observe.logs import LimitedLog
-from headrace.policy.admission import QueueState, UnsentRequests
+from headrace.policy.admission import QueueState, UnsentRequest, UnsentRequests
+from headrace.policy.holding import HeldTerms
 from headrace.policy.routing.wishes import OWN_ENGINES, RoutingWishes, server_places
 
 log = logging.getLogger("headrace.gateway")
@@ -62,6 +64,20 @@ class FallbackUpstream(Upstream):
     @property
     def fingerprint(self) -> str | None:
         return self.own.fingerprint
+
+    def hold(self, terms: Callable[[], HeldTerms], unsent: UnsentRequest | None, wishes: RoutingWishes) -> Hold | None:
+        """Foreign servers that may answer are asked instead."""
+        places = server_places(self.server_names, wishes)
+        is_own = OWN_ENGINES in places and (len(places) == 1 or not self.foreign.is_alive)
+        return self.own.hold(terms, unsent, wishes) if is_own else None
+
+    @property
+    def num_held(self) -> int:
+        return self.own.num_held
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.own.is_asleep
 
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         return self.own.queue(priority, unsent)

@@ -101,6 +101,7 @@ class ForeignConfig:
 class ModelConfig:
     """upstreams    foreign servers: they answer all requests, or beside `replicas` those that no replica takes
     unavailable  why the model has no replica now, in words that clients may read; only with empty `replicas`
+    starts_on_demand  with empty `replicas`, requests wait: one is started for them
 
     tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: chosen by the chat template
     """
@@ -114,6 +115,7 @@ class ModelConfig:
     upstreams: tuple[ForeignConfig, ...] = ()
     fallbacks: Fallbacks = NO_FALLBACKS
     unavailable: str = ""
+    starts_on_demand: bool = False
 
 
 def check_models(models: tuple[ModelConfig, ...]) -> None:
@@ -129,8 +131,10 @@ def check_models(models: tuple[ModelConfig, ...]) -> None:
             continue
         if not model.folder:
             raise ConfigError(f"{where}.folder", "is missing", "A model needs folder and replicas, or upstreams.")
-        if bool(replicas) == bool(model.unavailable) or len(set(replicas)) != len(replicas):
-            raise ConfigError(f"{where}.replicas", "must name at least one replica, each name once; or none beside `unavailable`")
+        is_explained = bool(model.unavailable) or model.starts_on_demand
+        if (model.unavailable if replicas else not is_explained) or len(set(replicas)) != len(replicas):
+            rule = "must name at least one replica, each name once; or none beside `unavailable` or `starts_on_demand`"
+            raise ConfigError(f"{where}.replicas", rule)
         for replica in model.replicas:
             if REPLICA_NAME.fullmatch(replica.name) is None:
                 raise ConfigError(f"{where}.replicas", f"{replica.name!r} is not a replica name")

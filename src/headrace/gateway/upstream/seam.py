@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -22,7 +23,8 @@ from headrace.core.request import PriorityClass
 from headrace.core.update import FinishReason, MissReason, StageSeconds
 from headrace.gateway.upstream.generation_request import Conversation, GenerationRequest, PlainPrompts, PrincipalFacts, string_bytes
 from headrace.observe.finished_request import AnswerHandling
-from headrace.policy.admission import QueueState, UnsentRequests
+from headrace.policy.admission import QueueState, UnsentRequest, UnsentRequests
+from headrace.policy.holding import HeldTerms
 from headrace.policy.routing.wishes import OWN_ENGINES, RoutingWishes
 from headrace.text.logprobs import DecodedLogprobs
 
@@ -371,7 +373,31 @@ class ReplicaHealth:
     attempts: AttemptCounts | None = None
 
 
+class Hold(NamedTuple):
+    """A request's place among those that wait for a replica. The caller must call `leave` at the end of its wait.
+
+    released  raises Unavailable where no replica comes, or the place is given to another request
+    """
+
+    released: asyncio.Future[None]
+    limit_s: float
+    leave: Callable[[], None]
+
+
 class Upstream(ABC):
+    def hold(self, terms: Callable[[], HeldTerms], unsent: UnsentRequest | None, wishes: RoutingWishes) -> Hold | None:
+        """None: the request need not wait for a replica of ours, or none would come. Raises Unavailable where too many wait."""
+        return None
+
+    @property
+    def num_held(self) -> int:
+        return 0
+
+    @property
+    def is_asleep(self) -> bool:
+        """There is no replica, and a request starts one."""
+        return False
+
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         """`unsent` requests included. None: not known"""
         return None

@@ -32,7 +32,7 @@ from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import FinishReason, SequenceUpdate
-from headrace.gateway.upstream.own.attempts import MAX_FRUITLESS_LOSSES, SILENT_WAIT_S, PromptCall
+from headrace.gateway.upstream.own.attempts import MAX_FRUITLESS_LOSSES, PromptCall
 from headrace.gateway.upstream.own.replica_health import stalled_s
 from headrace.gateway.upstream.own.replicas import MOVE_AFTER_S
 from headrace.gateway.upstream.own.stream import TokenStream
@@ -411,31 +411,6 @@ async def test_streams_leave_a_replica_that_hangs_only_where_another_can_continu
             hanging.go.set()
             await reader
             assert (len(hanging.requests), hanging.cancelled, other.requests) == (1, [], [])
-
-
-@pytest.mark.parametrize("state", [ConnectionState.SILENT, ConnectionState.NOT_READING])
-async def test_a_new_request_waits_a_moment_while_every_replica_is_silent(text: TextModel, state: ConnectionState) -> None:
-    async with open_bench(text, models=two_replicas(), timeouts=WAIT) as bench:
-        first, second = equal_replicas(bench)
-        first.state, second.state = state, ConnectionState.DOWN
-        answer = Answer()
-        reader = asyncio.create_task(read(stream_of(bench, text), answer))
-        await asyncio.sleep(0.2)
-        assert (first.requests, reader.done()) == ([], False)
-        first.state = ConnectionState.CONNECTED
-        await reader
-        assert (len(first.requests), answer.num_tokens) == (1, 40)
-
-
-async def test_a_new_request_is_refused_when_silence_lasts_and_at_once_when_no_replica_is_connected(text: TextModel) -> None:
-    async with open_bench(text, models=two_replicas(), timeouts=WAIT) as bench:
-        first, second = equal_replicas(bench)
-        for state, wait_s in ((ConnectionState.SILENT, SILENT_WAIT_S), (ConnectionState.DOWN, 0.0)):
-            first.state, second.state = state, ConnectionState.DOWN
-            began = virtual_loop().time()
-            with pytest.raises(Unavailable):
-                await read(stream_of(bench, text), Answer())
-            assert virtual_loop().time() - began == pytest.approx(wait_s)
 
 
 async def test_a_request_that_its_replica_does_not_read_is_answered_by_another(text: TextModel) -> None:

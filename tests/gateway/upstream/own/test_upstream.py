@@ -411,7 +411,7 @@ async def test_cancel_is_harmless_whenever_it_comes(bench: TestBench, text: Text
     assert bench.replica.cancelled == [RequestId("call")]
 
 
-async def test_while_its_replica_is_stopped_a_request_is_refused_at_once(bench: TestBench) -> None:
+async def test_without_failover_a_request_is_refused_at_once_while_its_replica_is_stopped(bench: TestBench) -> None:
     bench.replica.state = ConnectionState.SILENT
     began = asyncio.get_running_loop().time()
     assert (await bench.chat()).status_code == 503

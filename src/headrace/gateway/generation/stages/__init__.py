@@ -22,11 +22,13 @@ from headrace.gateway.cache.answer_cache import AnswerCache
 from headrace.gateway.cache.replays import Replays
 from headrace.gateway.generation.call import Call, CallNext, Ready
 from headrace.gateway.generation.kept_streams import KeptStreams
+from headrace.gateway.generation.stages.hold import hold
 from headrace.gateway.generation.stages.kept_answers import answer_once, use_cache
 from headrace.gateway.generation.stages.model_choice import choose_model
 from headrace.gateway.generation.stages.prepare import prepare
 from headrace.gateway.generation.stages.resume import resume
 from headrace.gateway.generation.stages.session import take_turn
+from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.ledger.record import prompt_json
 from headrace.gateway.sessions.sessions import Sessions
 from headrace.gateway.upstream.generation_request import Conversation
@@ -46,6 +48,7 @@ class Stages:
     answer_cache: AnswerCache
     kept_streams: KeptStreams
     open_requests: OpenRequests
+    watch: StreamWatch
     metrics: Metrics
     clock: Clock
     unix_time: Clock
@@ -63,6 +66,8 @@ class Stages:
             # before the choice: a continued stream keeps its model
             ("resume_stream", partial(resume, kept_streams=self.kept_streams, open_requests=open_requests)),
             ("choose_model", partial(choose_model, clock=self.clock, open_requests=open_requests, metrics=self.metrics)),
+            # after the choice: a fallback that lives answers at once
+            ("hold", partial(hold, clock=self.clock, watch=self.watch)),
         )
         stage: CallNext = partial(_prepared, clock=self.clock)
         for name, row in reversed(rows):

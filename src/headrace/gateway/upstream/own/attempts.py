@@ -33,9 +33,6 @@ TIMER_EARLY_S = 1e-6
 MAX_TRIES = 2
 """Under overload more tries only add load."""
 
-SILENT_WAIT_S = 2.0
-"""A call that no replica takes waits at most this long while one is only silent."""
-
 MAX_FRUITLESS_LOSSES = 3
 """A call fails at this many losses in a row without a new token in between, so that a request which ends its engine does not end all."""
 
@@ -238,21 +235,16 @@ class CallAttempts:
 
     async def _place(self, group: SequenceGroup) -> None:
         """Raises Unavailable, or ReplicaLost after a loss."""
-        silent_until = self._pool.clock() + SILENT_WAIT_S
         self.submissions.begin()
         while group in self._groups:
             try:
                 self._submit(group)
                 return
             except Unavailable as error:
-                remaining_s = silent_until - self._pool.clock()
-                if group.wait_until is not None:
-                    await self._wait(group, error)
-                elif remaining_s > TIMER_EARLY_S and self._pool.failover_s and self._pool.has_silent and not self._call.has_fallback:
-                    await self._wait_for_change(group, remaining_s)
-                else:
+                if group.wait_until is None:
                     self._drop_all()
                     raise
+                await self._wait(group, error)
 
     def _submit(self, group: SequenceGroup) -> None:
         """Raises Unavailable."""

@@ -19,10 +19,13 @@ from headrace.core.errors import Unavailable
 from headrace.core.model_info import ModelInfo, Numerics, may_resume, numerics_digest, why_not_resume
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.gateway.upstream.model_config import PoolRules
+from headrace.gateway.upstream.own.holding import HOLD_S, HeldRequests
 from headrace.gateway.upstream.own.replica_health import EJECTED, Replica, ReplicaAttempt, ReplicaInstance, stalled_s
-from headrace.gateway.upstream.seam import ReplicaHealth
-from headrace.policy.admission import QueueState, UnsentRequests, queue_state
+from headrace.gateway.upstream.seam import Hold, ReplicaHealth
+from headrace.policy.admission import BUSY_DEPTH, QueueState, UnsentRequest, UnsentRequests, queue_state
+from headrace.policy.holding import HeldTerms, HeldTotals
 from headrace.policy.queues import traits_of
+from headrace.policy.queues.queue import QueueTraits
 from headrace.policy.routing.choice import (
     ONLY,
     UNMEASURED_DIVISOR,
@@ -99,7 +102,7 @@ class Glance(NamedTuple):
 
 
 class ReplicaPool:
-    """unavailable    why there is no replica, in words that clients may read; empty if there are some
+    """unavailable    why there is no replica, in words that clients may read; empty if there are some, or `starts_on_demand`
     failover_s, routing  as in `PoolRules`
     """
 
@@ -114,11 +117,14 @@ class ReplicaPool:
         routing: str = DEFAULT_POLICY,
         slow_start_s: float = 0.0,
         on_closed: Callable[[ReplicaId], None] = lambda _: None,
+        totals: HeldTotals | None = None,
     ) -> None:
         self.model = model
         self.replicas = tuple(replicas)
         self.retired: tuple[Replica, ...] = ()
-        self.unavailable = ""
+        self.unavailable, self.starts_on_demand = "", False
+        self._held = HeldRequests(totals or HeldTotals(), clock)
+        self._connected_before: frozenset[Replica] = frozenset()
         self.failover_s, self.routing = failover_s, routing
         self.resume_budget = RetryBudget(share=RESUME_SHARE, burst=RESUME_BURST)
         self.clock = clock
@@ -156,7 +162,7 @@ class ReplicaPool:
         self._start_watch()
 
     def _start_watch(self) -> None:
-        if self.failover_s and self._watching is None:
+        if self._watching is None:
             self._watching = asyncio.get_running_loop().create_task(self._watch(), name="replica watch")
 
     def change(self, *, add: Collection[Replica] = (), retire: Collection[Replica] = ()) -> None:
@@ -186,6 +192,7 @@ class ReplicaPool:
         assert not set(self.replicas) & set(self.retired)
         assert len(self._closing) >= len(self.retired)
         self._index.check()
+        self._held.check()
 
     @property
     def info(self) -> ModelInfo | None:
@@ -213,10 +220,51 @@ class ReplicaPool:
                 return max(counts, key=lambda digest: (counts[digest], digest))
         return None
 
+    # -- requests that wait for a replica ------------------------------------------------------------------------------------------
+
     @property
-    def has_silent(self) -> bool:
-        silent = (ConnectionState.SILENT, ConnectionState.NOT_READING)
-        return any(replica.connection.state in silent for replica in self.replicas)
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def hold(self, terms: Callable[[], HeldTerms], unsent: UnsentRequest | None) -> Hold | None:
+        """None: the request need not wait, or no replica would come. Raises Unavailable at a bound."""
+        is_open = self._is_open
+        limit_s = HOLD_S if is_open else self._hold_s
+        if not limit_s or (is_open and not self._held):
+            return None
+        hold = self._held.add(terms(), unsent, limit_s)
+        self._release()
+        return hold
+
+    @property
+    def _is_open(self) -> bool:
+        return any(replica.connection.state is ConnectionState.CONNECTED for replica in self.replicas)
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.starts_on_demand and not (self.replicas or self.unavailable)
+
+    @property
+    def _hold_s(self) -> float:
+        """The longest wait for a replica; 0: none would come."""
+        if not self.replicas:
+            return HOLD_S if self.is_asleep else 0.0
+        is_starting = not self._ever_connected().issuperset(self.replicas)
+        return HOLD_S if is_starting else self.failover_s
+
+    def _ever_connected(self) -> frozenset[Replica]:
+        connected = frozenset([replica for replica in self.replicas if replica.connection.info is not None])
+        return connected | self._connected_before.intersection(self.replicas)
+
+    def _release(self) -> None:
+        if self._is_open:
+            self._held.release(self._has_room)
+        elif not self._hold_s:
+            self._held.refuse(self.why_unavailable)
+
+    def _has_room(self, num_unsent: int) -> bool:
+        queue = self._queue(PriorityClass.BATCH, num_unsent)
+        return queue is not None and queue.depth < BUSY_DEPTH
 
     def chunks(self, request: EngineRequest) -> Sequence[int]:
         """The prompt's, for `pick` and `note_sent`; empty where no choice depends on them."""
@@ -272,12 +320,20 @@ class ReplicaPool:
 
         Where no replica is ready, the queues of the connected ones count: otherwise requests would join without a bound.
         """
-        facts, size, glance, now = self._first_facts(), self._mean_size(), self._glance_at_many(), self.clock()
-        traits = traits_of(facts.queue_policy if facts else "")
-        lowest = traits.lowest_before(priority)
+        lowest = self._traits.lowest_before(priority)
+        return self._queue(lowest, unsent.num_requests(lowest) + self._held.num_requests(lowest))
+
+    @property
+    def _traits(self) -> QueueTraits:
+        facts = self._first_facts()
+        return traits_of(facts.queue_policy if facts else "")
+
+    def _queue(self, lowest: PriorityClass, num_joining: int) -> QueueState | None:
+        """num_joining: requests that come before, at any replica"""
+        facts, size, glance, now, traits = self._first_facts(), self._mean_size(), self._glance_at_many(), self.clock(), self._traits
         shortest = () if glance is None else glance.shortest.get(lowest, ())
         replicas = [replica for replica in shortest if not replica.verdict(now)] or self.ready() or self.replicas
-        joined = _joined(unsent.num_requests(lowest), len((glance and glance.ready) or replicas), size)
+        joined = _joined(num_joining, len((glance and glance.ready) or replicas), size)
         queues = []
         for replica in replicas:
             _, load, sent, *_ = replica.candidate(lowest)
@@ -292,6 +348,8 @@ class ReplicaPool:
     def note_sent(self, replica: Replica, chunks: Sequence[int] = ()) -> ReplicaAttempt:
         """The caller must report the outcome to the result. chunks: of the prompt that was sent"""
         info = replica.connection.info
+        if replica not in self._connected_before:
+            self._connected_before |= {replica}
         if info is not None and chunks:
             kv_tokens = min(info.model.num_blocks) * info.model.block_size
             self._index.add(replica, info.instance_id, chunks, kv_tokens=kv_tokens)
@@ -413,6 +471,9 @@ class ReplicaPool:
             try:
                 for replica in (*self.replicas, *self.retired) if self.failover_s else ():
                     self._look_at(replica)
+                self._connected_before = self._ever_connected()
+                if self._held:
+                    self._release()
                 if self._change is not None:
                     self._wake()
             except Exception:  # the outermost loop: without it a bug of ours would leave every later stall unnoticed

@@ -31,9 +31,11 @@ from headrace.gateway.upstream.own.output_parsing import (
 )
 from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.gateway.upstream.own.stream import MergedStream, TokenStream
-from headrace.gateway.upstream.seam import EventStream, Prepared, PreparedPrompt, ReplicaHealth, Tokenization, Upstream
-from headrace.policy.admission import QueueState, UnsentRequests
+from headrace.gateway.upstream.seam import EventStream, Hold, Prepared, PreparedPrompt, ReplicaHealth, Tokenization, Upstream
+from headrace.policy.admission import QueueState, UnsentRequest, UnsentRequests
+from headrace.policy.holding import HeldTerms
 from headrace.policy.queues import traits_of
+from headrace.policy.routing.wishes import RoutingWishes
 from headrace.text.detokenize import Detokenizer
 from headrace.text.logprobs import DecodedLogprobs
 from headrace.text.output.formats import ModelFormats
@@ -75,6 +77,17 @@ class TokenUpstream(Upstream):
         digest = info.digests.get("model", "") if info else ""
         return "_".join(["fp", digest[:12], *filter(None, [self._adapter_digest[:12]])]) if digest else None
 
+    def hold(self, terms: Callable[[], HeldTerms], unsent: UnsentRequest | None, wishes: RoutingWishes) -> Hold | None:
+        return self._pool.hold(terms, unsent)
+
+    @property
+    def num_held(self) -> int:
+        return self._pool.num_held
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._pool.is_asleep
+
     def queue(self, priority: PriorityClass, unsent: UnsentRequests) -> QueueState | None:
         return self._pool.queue(priority, unsent)
 
@@ -85,7 +98,8 @@ class TokenUpstream(Upstream):
 
     @property
     def knows_adapters(self) -> bool:
-        return self._pool.info is not None or bool(self._pool.unavailable)
+        """A model without a replica has none that could say more."""
+        return self._pool.info is not None or not self._pool.replicas
 
     def adapter_names(self) -> Collection[str]:
         return self._pool.adapter_names()

@@ -1,0 +1,210 @@
+"""Tests requests for a model without a replica that takes them: they wait, in order and within bounds, until one does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gateway_kit import MODEL, TestBench, chat_body, events_of, gateway_config, metric, open_bench, snapshot
+from virtual_time import virtual_loop
+
+from headrace.core.errors import ConfigError
+from headrace.core.request import EngineRequest
+from headrace.gateway.http.sse import PING_S
+from headrace.gateway.upstream.own.holding import HOLD_S
+from headrace.policy import holding
+from headrace.policy.admission import BUSY_DEPTH
+from headrace.text.folder import TextModel
+from headrace.wire.client import ConnectionState, ReplicaInfo, SeenLoad
+
+pytestmark = pytest.mark.loop
+
+FAR_S = 1e6
+ASLEEP = {"name": MODEL, "folder": "/nowhere", "replicas": [], "starts_on_demand": True}
+AWAKE = {**ASLEEP, "replicas": [{"name": "r0", "address": "unix:/nowhere"}]}
+KEYS = [
+    {"key": "sk-ant-0123456789", "tenant": "ant"},
+    {"key": "sk-bee-0123456789", "tenant": "bee"},
+    {"key": "sk-premium-0123456789", "tenant": "cat", "tier": "premium"},
+    {"key": "sk-batch-0123456789", "tenant": "dog", "tier": "batch"},
+]
+ANT, BEE, PREMIUM, BATCH = range(4)
+
+
+def lose(bench: TestBench, state: ConnectionState = ConnectionState.DOWN) -> ReplicaInfo:
+    """As a replica that has not started, or one that is gone."""
+    replica, info = bench.replica, bench.replica.info
+    assert info is not None
+    replica.state, replica.info, replica.snapshot = state, None, None
+    return info
+
+
+def start(bench: TestBench, info: ReplicaInfo, **load: Any) -> None:
+    bench.replica.state, bench.replica.info = ConnectionState.CONNECTED, info
+    bench.replica.snapshot = SeenLoad(snapshot(**load), virtual_loop().time() + FAR_S)
+
+
+def held(bench: TestBench) -> float:
+    return metric(bench.gateway, "headrace_requests_held", model=MODEL)
+
+
+def post(bench: TestBench, key: int) -> asyncio.Task[Any]:
+    authorization = {"authorization": f"Bearer {KEYS[key]['key']}"}
+    return asyncio.create_task(bench.client.post("/v1/chat/completions", json=chat_body(max_tokens=3), headers=authorization))
+
+
+async def apply(bench: TestBench, model: dict[str, Any]) -> None:
+    await bench.reloader.reload(lambda: gateway_config(models=[model]))
+
+
+def order(bench: TestBench, of: Callable[[EngineRequest], Any]) -> list[Any]:
+    return [of(request) for request in bench.replica.requests]
+
+
+async def test_a_request_waits_for_the_first_replica_and_its_explanation_says_so(text: TextModel) -> None:
+    async with open_bench(text) as bench:
+        info = lose(bench)
+        asking = asyncio.create_task(bench.chat(max_tokens=3))
+        await asyncio.sleep(120.0)
+        assert (held(bench), asking.done()) == (1, False)
+        start(bench, info)
+        answer = await asking
+        assert (answer.status_code, answer.headers["x-headrace-reason"], held(bench)) == (200, "queued", 0)
+        request_id = answer.headers["x-request-id"]
+        stages = (await bench.client.get(f"/v1/requests/{request_id}/explain")).json()["stages"]
+        assert [each["seconds"] for each in stages if each["name"] == "hold"] == [pytest.approx(120.0, abs=0.2)]
+
+
+async def test_a_model_that_sleeps_is_ready_and_its_requests_wait_until_one_is_listed(text: TextModel) -> None:
+    async with open_bench(text, models=[ASLEEP]) as bench:
+        assert [(await bench.client.get(path)).status_code for path in ("/ready", "/health", "/v1/models")] == [200] * 3
+        asking = asyncio.create_task(bench.chat(max_tokens=3))
+        await asyncio.sleep(1.0)
+        assert held(bench) == 1
+        await apply(bench, AWAKE)
+        assert (await asking).status_code == 200
+
+
+async def test_what_waits_is_refused_once_the_model_cannot_be_served(text: TextModel) -> None:
+    async with open_bench(text, models=[ASLEEP]) as bench:
+        asking = asyncio.create_task(bench.chat())
+        await asyncio.sleep(1.0)
+        await apply(bench, {**ASLEEP, "unavailable": "Its engine refused its weights."})
+        answer = await asking
+        assert (answer.status_code, "refused its weights" in answer.text) == (503, True)
+        began = virtual_loop().time()
+        assert ((await bench.chat()).status_code, virtual_loop().time() - began) == (503, 0.0), "at once"
+
+
+async def test_premium_requests_go_first_and_tenants_take_turns(text: TextModel) -> None:
+    async with open_bench(text, api_keys=KEYS) as bench:
+        info = lose(bench)
+        asked = [post(bench, key) for key in (BATCH, ANT, ANT, ANT, BEE, PREMIUM)]
+        await asyncio.sleep(1.0)
+        assert held(bench) == len(asked)
+        start(bench, info, num_waiting=BUSY_DEPTH - 1)  # one begins after another
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * len(asked)
+        assert order(bench, lambda request: request.priority.name) == ["PREMIUM", *["STANDARD"] * 4, "BATCH"]
+        ant, bee, *rest = order(bench, lambda request: request.tenant)[1:5]
+        assert ant != bee, "the second one of a tenant waits for the other's first"
+        assert rest == [ant, ant]
+
+
+async def test_no_more_begin_than_the_queue_of_the_replica_takes(text: TextModel) -> None:
+    async with open_bench(text) as bench:
+        info = lose(bench)
+        asked = [asyncio.create_task(bench.chat(max_tokens=3)) for _ in range(40)]
+        await asyncio.sleep(1.0)
+        bench.replica.go.clear()
+        start(bench, info, num_waiting=BUSY_DEPTH - 4)
+        bench.replica.on_submit = lambda _request, _stream: start(bench, info, num_waiting=BUSY_DEPTH - 4 + bench.replica.num_open)
+        await asyncio.sleep(1.0)
+        assert (bench.replica.num_open, held(bench)) == (4, 36)
+        late = asyncio.create_task(bench.chat(max_tokens=3))
+        await asyncio.sleep(1.0)
+        assert held(bench) == 37, "nothing overtakes those that wait"
+        bench.replica.go.set()
+        bench.replica.on_submit = None
+        start(bench, info)
+        assert {answer.status_code for answer in await asyncio.gather(*asked, late)} == {200}
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_a_wait_ends_with_503_and_a_deadline_with_504(text: TextModel, is_streaming: bool) -> None:
+    for request_s, wait_s, code in ((None, HOLD_S, "unavailable"), (40.0, 40.0, "deadline_exceeded")):
+        async with open_bench(text, timeouts={"request_s": request_s}) as bench:
+            lose(bench)
+            began = virtual_loop().time()
+            answer = await bench.chat(stream=is_streaming)
+            assert virtual_loop().time() - began == pytest.approx(wait_s)
+            error = events_of(answer.text)[-1] if is_streaming else answer.json()
+            assert error["error"]["code"] == code
+            assert answer.status_code == (200 if is_streaming else 503 if request_s is None else 504)
+            assert is_streaming or request_s or answer.headers["retry-after"] == "10"
+
+
+async def test_a_replica_that_was_lost_is_waited_for_as_long_as_running_requests_wait(text: TextModel) -> None:
+    async with open_bench(text, timeouts={"failover_s": 30}) as bench:
+        await asyncio.sleep(1.0)
+        lose(bench)
+        began = virtual_loop().time()
+        assert (await bench.chat()).status_code == 503
+        assert virtual_loop().time() - began == pytest.approx(30.0)
+
+
+async def test_a_stream_has_comments_while_it_waits_and_is_the_same_then(text: TextModel) -> None:
+    async with open_bench(text) as bench:
+        plain = await bench.chat(stream=True, seed=1)
+        info = lose(bench)
+        asking = asyncio.create_task(bench.chat(stream=True, seed=1))
+        await asyncio.sleep(5 * PING_S)
+        start(bench, info)
+        answer = await asking
+        assert answer.text.count(": ping") >= 3
+        texts = [[event["choices"] for event in events_of(each.text)] for each in (answer, plain)]
+        assert texts[0] == texts[1]
+        assert answer.headers["x-headrace-model"] == MODEL
+
+
+async def test_a_client_that_leaves_gives_its_place_back(text: TextModel) -> None:
+    async with open_bench(text) as bench:
+        info = lose(bench)
+        leaving, staying = (asyncio.create_task(bench.chat(stream=True)) for _ in range(2))
+        await asyncio.sleep(3 * PING_S)
+        leaving.cancel()
+        await asyncio.sleep(0.1)
+        assert held(bench) == 1
+        start(bench, info)
+        assert (await staying).status_code == 200
+        assert len(bench.replica.requests) == 1
+
+
+async def test_beyond_the_bound_requests_are_refused_and_a_large_tenant_gives_way(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "MAX_HELD", 3)
+    async with open_bench(text, api_keys=KEYS) as bench:
+        info = lose(bench)
+        asked = [post(bench, ANT) for _ in range(3)]
+        await asyncio.sleep(1.0)
+        refused = await post(bench, ANT)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
+        other = post(bench, BEE)
+        assert (await asked[2]).status_code == 503, "its newest leaves"
+        start(bench, info)
+        assert [answer.status_code for answer in await asyncio.gather(*asked[:2], other)] == [200] * 3
+
+
+async def test_a_live_fallback_answers_at_once(text: TextModel) -> None:
+    fox = {**AWAKE, "fallbacks": {"failed": ["cub"]}}
+    cub = {"name": "cub", "folder": "/nowhere", "replicas": [{"name": "of-cub", "address": "unix:/nowhere"}]}
+    async with open_bench(text, models=[fox, cub]) as bench:
+        lose(bench)
+        began = virtual_loop().time()
+        assert (await bench.chat()).json()["model"] == "cub"
+        assert virtual_loop().time() == began
+
+
+def test_a_model_without_replicas_needs_a_reason() -> None:
+    with pytest.raises(ConfigError, match="starts_on_demand"):
+        gateway_config(models=[{**ASLEEP, "starts_on_demand": False}])
