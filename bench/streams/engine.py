@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from headrace.core.ids import RequestId
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.request import EngineRequest
+from headrace.core.sleep import SleepLevel
 from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.engine.server.config import ProcessConfig
 from headrace.engine.server.dispatcher import Updates
@@ -73,6 +75,11 @@ class PacedEngine:
 
     def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
         raise ConfigError("lora_modules", "a paced engine has no adapters")
+
+    def change_sleep(self, level: SleepLevel | None) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_exception(ConfigError("sleep", "this engine does not sleep"))
+        return done
 
     def snapshot(self) -> LoadSnapshot:
         running = len(self._speakers)

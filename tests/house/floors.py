@@ -94,7 +94,9 @@ FLOORS: dict[str, Floor] = {
         _ours("core", "tensor.sampling", "engine.failpoints", "engine.grammar", "engine.runner.masks"), ("numpy",), ("llguidance",)
     ),
     "headrace.engine.inbox": Floor(_ours("core")),
-    "headrace.engine.load_board": Floor(_ours("core", "policy", "engine.adapters", "engine.inbox", "engine.steps", "engine.utilisation")),
+    "headrace.engine.load_board": Floor(
+        _ours("core", "policy", "engine.adapters", "engine.inbox", "engine.sleeping", "engine.steps", "engine.utilisation")
+    ),
     "headrace.engine.loop": Floor(
         _ours(
             "core",
@@ -104,6 +106,7 @@ FLOORS: dict[str, Floor] = {
             "engine.load_board",
             "engine.preparation",
             "engine.recovery",
+            "engine.sleeping",
             "engine.steps",
             "engine.utilisation",
         )
@@ -111,6 +114,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine.utilisation": Floor(_ours("core", "machine")),
     "headrace.engine.preparation": Floor(_ours("core", "policy", "engine.recovery")),
     "headrace.engine.recovery": Floor(_ours("core", "policy")),
+    "headrace.engine.sleeping": Floor(_ours("core", "policy", "engine.inbox")),
     "headrace.engine.steps": Floor(_ours("core", "policy")),
     "headrace.engine.runner": Floor(_ours("core", "machine", "tensor", *RUNNER_SIDE), ("torch", "numpy")),
     "headrace.engine.ranks": Floor(

@@ -15,6 +15,7 @@ from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.loop import Engine
+from headrace.engine.sleeping import EngineMemory
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.scheduler import Scheduler
@@ -82,6 +83,7 @@ class DrivenEngine:
         eos: tuple[int, ...] = (),
         prerequisite_timeout_s: float = 60.0,
         static_batching: bool = False,
+        memory: EngineMemory | None = None,
         **config: Any,
     ) -> None:
         self.clock = ManualClock()
@@ -110,7 +112,9 @@ class DrivenEngine:
         self.finish: dict[tuple[str, int], FinishReason] = {}
         self.errors: dict[str, Exception] = {}
         self.updates: list[SequenceUpdate] = []
-        self.engine = Engine(self.scheduler, self.runner, info=info, outbox=self.take, preparer=self.preparer, clock=self.clock)
+        self.engine = Engine(
+            self.scheduler, self.runner, info=info, outbox=self.take, preparer=self.preparer, clock=self.clock, memory=memory
+        )
 
     def take(self, updates: list[SequenceUpdate | Rejected]) -> None:
         for update in updates:

@@ -52,6 +52,8 @@ class Script:
     num_open      replica -> requests that each gateway has open there, also while it is retired
     loads         replica -> what its engine reported last
     models        model -> more of what gateways say of it
+    asleep        engine -> level at which it was put to sleep; it sleeps once it has no open request
+    awake_only    engines that refuse to sleep -> why
     """
 
     loading: set[str] = field(default_factory=set)
@@ -68,6 +70,8 @@ class Script:
     num_open: dict[str, int] = field(default_factory=dict)
     loads: dict[str, ReportedReplicaLoad] = field(default_factory=dict)
     models: dict[str, ModelStatus] = field(default_factory=dict)
+    asleep: dict[str, str] = field(default_factory=dict)
+    awake_only: dict[str, str] = field(default_factory=dict)
 
 
 class ScriptedProcess:
@@ -168,6 +172,8 @@ class ScriptedProcess:
         if said["event"] == "status":
             statuses = {model: said_model(replace(self._seen(model), replicas=each)) for model, each in self._statuses().items()}
             self.asked.take({**said, "models": statuses})
+        elif said["event"] in ("sleep", "wake"):
+            self._change_sleep(said)
         elif reason := self._script.refusals.pop(0) if self._script.refusals else self._script.refusal:
             self.asked.take({**said, "event": "refused", "reason": reason})
         elif not self.is_gateway and not self.ready.done():
@@ -180,6 +186,18 @@ class ScriptedProcess:
                 self._retired.setdefault(model, {}).update(dict.fromkeys(replicas))
             self.config = json.loads(self.path.read_text())
             self.asked.take({**said, "event": "reloaded"})
+
+    def _change_sleep(self, said: dict[str, Any]) -> None:
+        if reason := self._script.awake_only.get(self.label, ""):
+            self.asked.take({**said, "event": "refused", "reason": reason})
+        elif said["event"] == "wake":
+            self._script.asleep.pop(self.label, None)
+            self.asked.take({**said, "event": "done"})
+        elif self._script.num_open.get(self.label, 0):
+            self._loop.call_later(0.05, self._change_sleep, said)
+        else:
+            self._script.asleep[self.label] = said["level"]
+            self.asked.take({**said, "event": "done"})
 
     def _listed(self) -> dict[str, list[str]]:
         return {model["name"]: [each["name"] for each in model.get("replicas", ())] for model in self.config["models"]}
@@ -199,7 +217,8 @@ class ScriptedProcess:
 
     def _status(self, model: str, replica: str) -> ReplicaStatus:
         unreadable = self._script.unreadable.get(model, "")
-        reason = unreadable or ("loading" if replica in self._script.loading else self._script.not_ready.get(replica, ""))
+        asleep = "asleep" if replica in self._script.asleep else ""
+        reason = unreadable or asleep or ("loading" if replica in self._script.loading else self._script.not_ready.get(replica, ""))
         num_open, load = self._script.num_open.get(replica, 0), self._script.loads.get(replica)
         return ReplicaStatus(not reason, reason, num_open, bool(unreadable), load)
 

@@ -21,7 +21,7 @@ from typer.main import get_command
 
 from headrace import __version__
 from headrace.cli.admin.adapters import adapters_app
-from headrace.cli.admin.control import drain, reload, rollout, scale, status
+from headrace.cli.admin.control import drain, reload, rollout, scale, sleep, status, wake
 from headrace.cli.admin.keys import keys_app
 from headrace.cli.admin.tenants import cache_app, tenants_app
 from headrace.cli.admin.tls import tls_app
@@ -121,6 +121,8 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     rollout,
     scale,
     drain,
+    sleep,
+    wake,
     chat,
     agent,
     models,

@@ -264,6 +264,7 @@ class LoadSnapshot:
     peak_*              what the device was measured to read and to compute at the engine's start; 0: not measured
     *_adapters          names: those that unfinished requests use, and those that requests wait for; max_loras: most used at once, 0: none
     adapter_pool_*      of the weights of adapters on the host, now and at most since the engine started; None: no adapters
+    is_asleep           it takes no request: it sleeps, or will once its requests are finished
     gpu_*               None: there is no GPU, or for the utilization no NVML. gpu_utilization: 0..1
     """
 
@@ -296,6 +297,7 @@ class LoadSnapshot:
     max_loras: int = 0
     adapter_pool_bytes: int | None = None
     adapter_pool_highest_bytes: int | None = None
+    is_asleep: bool = False
 
     @property
     def fill(self) -> float:

@@ -19,6 +19,7 @@ from headrace.engine.adapters.preparer import AdapterPreparer
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
 from headrace.engine.preparation import Preparer
+from headrace.engine.sleeping import EngineMemory
 from headrace.engine.steps import Runner
 from headrace.engine.utilisation import EngineMeter
 from headrace.machine.cache_folder import packed_directory
@@ -151,12 +152,14 @@ def assemble(
     adapters: AdapterPreparer[Any] | None = None,
     meter: EngineMeter | None = None,
     ranks: RankMeter | None = None,
+    memory: EngineMemory | None = None,
 ) -> Engine:
     scheduler = make_scheduler(config, info, block_key=block_key)
     info = replace(info, queue_policy=config.queue_policy)
     engine = Engine(
-        scheduler, runner, info=info, outbox=outbox, preparer=preparer, adapters=adapters, clock=clock, meter=meter, ranks=ranks
-    )
+        scheduler, runner,
+        info=info, outbox=outbox, preparer=preparer, adapters=adapters, clock=clock, meter=meter, ranks=ranks, memory=memory,
+    )  # fmt: skip
     if adapters is not None:
         adapters.attach(engine)
     if ranks is not None:
@@ -246,7 +249,7 @@ def _build(
     meter = EngineMeter(built.info, built.read_gpu, built.read_experts)
     engine = assemble(
         config, built.runner, built.info, outbox,
-        block_key=block_key, preparer=built.preparer, adapters=built.adapters, meter=meter, ranks=built.ranks,
+        block_key=block_key, preparer=built.preparer, adapters=built.adapters, meter=meter, ranks=built.ranks, memory=built.memory,
     )  # fmt: skip
     built.preparer.attach(engine)
     if built.group is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.ids import PreparationId, RequestId
 from headrace.core.load import NO_CLASS_LOADS, ClassLoad, ClassLoads, minus, plus
 from headrace.core.request import EngineRequest, PriorityClass, check_bytes, submitted_bytes
+from headrace.core.sleep import SleepLevel
 from headrace.core.update import FinishReason
 
 
@@ -64,7 +66,15 @@ class PrerequisiteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    pass
+    """Ends the loop's wait."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChangeSleep:
+    """level: None: the engine is to be awake. done: set by the loop"""
+
+    level: SleepLevel | None
+    done: Future[None] = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,7 @@ class Abort:
     reason: str
 
 
-Message = Submit | Refuse | Cancel | Finish | Satisfied | PrerequisiteFailed | Wake | Abort
+Message = Submit | Refuse | Cancel | Finish | Satisfied | PrerequisiteFailed | Wake | ChangeSleep | Abort
 
 
 class SubmittedWork(NamedTuple):

@@ -12,6 +12,7 @@ from headrace.core.clock import Clock
 from headrace.core.load import EngineCounters, LoadSnapshot, plus, summed
 from headrace.engine.adapters.preparer import AdapterPreparer
 from headrace.engine.inbox import Inbox, SubmittedWork
+from headrace.engine.sleeping import EngineSleep
 from headrace.engine.steps import StepQueue
 from headrace.engine.utilisation import NO_USE, EngineMeter
 from headrace.policy.schedule.scheduler import Scheduler
@@ -33,8 +34,10 @@ class LoadBoard:
         clock: Clock,
         meter: EngineMeter | None = None,
         adapters: AdapterPreparer[Any] | None = None,
+        sleep: EngineSleep | None = None,
     ) -> None:
         self._meter = meter
+        self._sleep = sleep
         self._adapters = adapters
         self._num_running_highest = 0
         self._scheduler = scheduler
@@ -64,6 +67,7 @@ class LoadBoard:
             step_prompt_tokens=scheduler.step_prompt_tokens,
             classes=classes,
             num_running_highest=self._num_running_highest,
+            is_asleep=self._sleep is not None and self._sleep.is_asleep,
             **({} if self._adapters is None else _adapter_load(self._adapters, counters)),
         )
         self._published = _Published(load, self._inbox.taken, self._clock())

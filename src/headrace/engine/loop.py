@@ -11,6 +11,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -23,12 +24,14 @@ from headrace.core.model_info import ModelInfo
 from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import dump_plans
 from headrace.core.request import EngineRequest
+from headrace.core.sleep import SleepLevel
 from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.engine.adapters.preparer import AdapterPreparer
-from headrace.engine.inbox import Abort, Cancel, Finish, Inbox, Message, PrerequisiteFailed, Refuse, Satisfied, Submit, Wake
+from headrace.engine.inbox import Abort, Cancel, ChangeSleep, Finish, Inbox, Message, PrerequisiteFailed, Refuse, Satisfied, Submit, Wake
 from headrace.engine.load_board import LoadBoard
 from headrace.engine.preparation import Preparations, Preparer, Preparers
 from headrace.engine.recovery import Failures, Recovery
+from headrace.engine.sleeping import EngineMemory, EngineSleep
 from headrace.engine.steps import Runner, StepQueue, UncommittedStep
 from headrace.engine.utilisation import EngineMeter, StepWork
 from headrace.policy.admission import full_queue_retry_s
@@ -67,6 +70,7 @@ class Engine:
         clock: Clock = time.monotonic,
         meter: EngineMeter | None = None,
         ranks: StepMeter | None = None,
+        memory: EngineMemory | None = None,
     ) -> None:
         self.info = info
         self.scheduler = scheduler
@@ -80,7 +84,8 @@ class Engine:
         self._ranks = ranks
         self._adapters = adapters
         self._info_changes = threading.Lock()
-        self._load = LoadBoard(scheduler, self._inbox, self._steps, clock, meter, adapters)
+        self._sleep = EngineSleep(scheduler, memory)
+        self._load = LoadBoard(scheduler, self._inbox, self._steps, clock, meter, adapters, self._sleep)
         self._plan_failures = 0
         self._failures = Failures(lambda: scheduler.sequences.counters, clock)
         self._preparations = Preparations(Preparers(preparer, adapters), self._failures)
@@ -88,6 +93,7 @@ class Engine:
         self.closing = ExitStack()
         self.closing.callback(lambda: self._steps.runner.close())
         self.closing.callback(self._preparations.close)
+        self.closing.callback(self._sleep.close)
         self._stopping = False
         self._is_checked = False
         self._next_check = -math.inf
@@ -137,6 +143,13 @@ class Engine:
         with self._info_changes:
             self.info = self.info.with_weights_digest(digest)
 
+    def change_sleep(self, level: SleepLevel | None) -> Future[None]:
+        """None: it is to be awake. Else it takes no request from now on, and sleeps once it has finished those that it has, unless another
+        change comes first. The result raises ConfigError, Unavailable.
+        """
+        self._inbox.put(asked := ChangeSleep(level))
+        return asked.done
+
     def stop(self) -> None:
         self._stopping = True
         self._inbox.put(Wake())
@@ -175,6 +188,7 @@ class Engine:
     def turn(self) -> bool:
         """False when there was nothing to do."""
         self._take_messages()
+        self._sleep.fall_asleep(len(self._steps))
         plan = self._plan()
         self._publish()  # before a step keeps this thread busy: what left the inbox is counted, and ended requests are released
         if plan is not None:
@@ -246,10 +260,13 @@ class Engine:
                 self._end_unprepared(preparation_id, what, error)
             case Wake():
                 pass
+            case ChangeSleep():
+                self._sleep.change(message)
             case Abort(reason):
                 raise EngineFatal(reason)
 
     def _add(self, request: EngineRequest, arrived: float) -> None:
+        self._sleep.refuse_request()
         leaving = self._sequences.check_room(request)
         preparation_id, prerequisites = self._preparations.begin(request)
         try:
@@ -283,7 +300,7 @@ class Engine:
             self._reject(message.request, known)
         elif isinstance(message, Cancel | Finish):
             self._sequences.cancel(message.request_id, self._clock())
-        elif isinstance(message, Wake | Refuse | Abort):
+        elif isinstance(message, Wake | ChangeSleep | Refuse | Abort):
             raise EngineFatal(f"a message that changes nothing raised ({type(message).__name__.lower()})") from error
         else:
             self._sequences.cancel_preparation(message.preparation_id, self._clock())

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.sleep import SleepLevel
 from headrace.core.strict_decode import decode
 from headrace.fleet.admin_listen import AdminAddress
 from headrace.fleet.commands import ControlBusy, Hear
@@ -47,6 +48,17 @@ class RolloutBody:
 class ScaleBody:
     model: str
     replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SleepBody:
+    model: str
+    level: str = SleepLevel.RAM.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeBody:
+    model: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +179,8 @@ class _AdminServer:
             "rollout": self._roll_out,
             "scale": self._scale,
             "drain": self._drain,
+            "sleep": self._sleep,
+            "wake": self._wake,
             "load-adapter": self._load_adapter,
             "unload-adapter": self._unload_adapter,
         }
@@ -256,6 +270,15 @@ class _AdminServer:
     async def _scale(self, body: Mapping[str, object], hear: Hear) -> list[str]:
         given = decode(ScaleBody, body)
         return await self._control.scale(given.model, given.replicas, hear)
+
+    async def _sleep(self, body: Mapping[str, object], hear: Hear) -> list[str]:
+        given = decode(SleepBody, body)
+        if given.level not in [*SleepLevel]:
+            raise ConfigError("--level", f"{given.level!r} is not one of {', '.join(SleepLevel)}")
+        return await self._control.change_sleep(given.model, SleepLevel(given.level), hear)
+
+    async def _wake(self, body: Mapping[str, object], hear: Hear) -> list[str]:
+        return await self._control.change_sleep(decode(WakeBody, body).model, None, hear)
 
     async def _load_adapter(self, body: Mapping[str, object], hear: Hear) -> list[str]:
         given = decode(LoadAdapterBody, body)

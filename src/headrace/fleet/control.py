@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.sleep import SleepLevel
 from headrace.fleet.adapter_commands import AdapterCommands
 from headrace.fleet.commands import CommandAudit, CommandSlot, ControlBusy, Hear, ModelProgress, no_operator, say
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig, ModelSpec, check_can_become, with_choices_of_start
@@ -127,6 +128,17 @@ class FleetControl:
             with self._reconciler.progress.heard(hear, [model]):
                 await self._reconciler.change(command)
                 return await self._converged([model], hear, let_others_in)
+
+    async def change_sleep(self, model: str, level: SleepLevel | None, hear: Hear = no_operator) -> list[str]:
+        """Returns once every replica of the model sleeps, or with None is awake. Each finishes its requests first."""
+        names = [replica.name for replica in self._reconciler.deployment.listed(self._known(model))]
+        serving = {name: asked for name in names if (asked := self._reconciler.processes[name].keeper.asked) is not None}
+        if not serving:
+            raise ConfigError("MODEL", f"{model} has no engine that runs")
+        for name, asked in serving.items():
+            await asked.change_sleep(level)
+            say(hear, f"{name} is {'awake' if level is None else f'asleep ({level})'}")
+        return []
 
     async def drain(self, replica: str, within_s: float, *, allow_outage: bool, hear: Hear = no_operator) -> list[str]:
         """Requests not finished within `within_s` seconds move to another replica."""

@@ -20,7 +20,7 @@ from headrace.core.errors import ConfigError, HeadraceError, Unavailable
 from headrace.core.load import AttemptCounts
 from headrace.fleet.files import write_gateway_file
 from headrace.fleet.keeper import ProcessKeeper
-from headrace.wire.leash import DRAINING, ModelStatus, ModelStatuses, ReloadRefused, ReplicaStatus, ReportedReplicaLoad
+from headrace.wire.leash import ASLEEP, DRAINING, ModelStatus, ModelStatuses, ReloadRefused, ReplicaStatus, ReportedReplicaLoad
 from headrace.wire.listening import bound_sockets, close_all, shown_host
 
 STATUS_TIMEOUT_S = 2.0
@@ -40,10 +40,10 @@ class GatewaysView:
         return None if self.silent or not self.answers else True
 
     def is_lost(self, model: str, replica: str) -> bool:
-        """Whether every serving gateway lists the replica and cannot use it; False for one that drains."""
+        """Whether every serving gateway lists the replica and cannot use it; False for one that drains or sleeps."""
         seen = [status for status in self._of(model, replica) if status is not None and not status.is_ready]
         is_seen_by_all = bool(self.answers) and not self.silent and len(seen) == len(self.answers)
-        return is_seen_by_all and not any(status.reason == DRAINING or status.is_refused for status in seen)
+        return is_seen_by_all and not any(status.reason in (ASLEEP, DRAINING) or status.is_refused for status in seen)
 
     def is_refused(self, model: str, replica: str) -> bool:
         seen = self._of(model, replica)

@@ -10,7 +10,6 @@ Reference cycles of a request wait for a garbage collection, which an idle proce
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import json
 import logging
@@ -23,6 +22,7 @@ from types import TracebackType
 from headrace.core.option import options
 from headrace.gateway.access.memory_charges import ChargeLimits, MemoryLimits, RequestMemory
 from headrace.gateway.http.config import Limits
+from headrace.machine.resources import trim_heap
 from headrace.observe.metrics import Metrics
 from headrace.observe.tenant_metrics import ShownTenants
 
@@ -205,8 +205,7 @@ async def give_back_when_idle(memory: RequestMemory) -> None:
 
 def give_back() -> None:
     gc.collect()
-    with suppress(OSError, AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()
 
 
 class TenantShare:

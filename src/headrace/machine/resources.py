@@ -5,9 +5,11 @@ The tightest limit on the way up binds.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -179,6 +181,12 @@ def process_memory() -> ProcessMemory:
     size, resident, shared = map(int, (read_text(Path("/proc/self/statm")) or "0 0 0").split()[:3])
     page = resource.getpagesize()
     return ProcessMemory(size * page, resident * page, (resident - shared) * page)
+
+
+def trim_heap() -> None:
+    """Gives memory that was freed back to the system."""
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def machine_bytes(root: Path = Path("/")) -> int:

@@ -485,7 +485,7 @@ class Rejected(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., kind: _Optional[_Union[RejectKind, str]] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., limit: _Optional[str] = ..., value: _Optional[str] = ..., remedy: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., served: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_blocks_free", "kv_blocks_cached", "kv_blocks_used", "kv_blocks_total", "step_age_s", "step_predicted_s", "loop_age_s", "counters", "num_queued_tokens", "max_num_seqs", "step_fixed_s", "step_token_s", "classes", "step_prompt_tokens", "num_running_highest", "cpu_s", "resident_bytes", "peak_read_bytes_per_s", "peak_flops_per_s", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes", "running_adapters", "waiting_adapters", "max_loras", "adapter_pool_bytes", "adapter_pool_highest_bytes")
+    __slots__ = ("num_running", "num_waiting", "kv_blocks_free", "kv_blocks_cached", "kv_blocks_used", "kv_blocks_total", "step_age_s", "step_predicted_s", "loop_age_s", "counters", "num_queued_tokens", "max_num_seqs", "step_fixed_s", "step_token_s", "classes", "step_prompt_tokens", "num_running_highest", "cpu_s", "resident_bytes", "peak_read_bytes_per_s", "peak_flops_per_s", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes", "running_adapters", "waiting_adapters", "max_loras", "adapter_pool_bytes", "adapter_pool_highest_bytes", "is_asleep")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
@@ -515,6 +515,7 @@ class Load(_message.Message):
     MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_POOL_HIGHEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_ASLEEP_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_blocks_free: int
@@ -544,7 +545,8 @@ class Load(_message.Message):
     max_loras: int
     adapter_pool_bytes: int
     adapter_pool_highest_bytes: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., loop_age_s: _Optional[float] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., step_fixed_s: _Optional[float] = ..., step_token_s: _Optional[float] = ..., classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ..., step_prompt_tokens: _Optional[int] = ..., num_running_highest: _Optional[int] = ..., cpu_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., peak_read_bytes_per_s: _Optional[float] = ..., peak_flops_per_s: _Optional[float] = ..., gpu_utilization: _Optional[float] = ..., gpu_memory_used_bytes: _Optional[int] = ..., gpu_memory_total_bytes: _Optional[int] = ..., running_adapters: _Optional[_Iterable[str]] = ..., waiting_adapters: _Optional[_Iterable[str]] = ..., max_loras: _Optional[int] = ..., adapter_pool_bytes: _Optional[int] = ..., adapter_pool_highest_bytes: _Optional[int] = ...) -> None: ...
+    is_asleep: bool
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., loop_age_s: _Optional[float] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., step_fixed_s: _Optional[float] = ..., step_token_s: _Optional[float] = ..., classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ..., step_prompt_tokens: _Optional[int] = ..., num_running_highest: _Optional[int] = ..., cpu_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., peak_read_bytes_per_s: _Optional[float] = ..., peak_flops_per_s: _Optional[float] = ..., gpu_utilization: _Optional[float] = ..., gpu_memory_used_bytes: _Optional[int] = ..., gpu_memory_total_bytes: _Optional[int] = ..., running_adapters: _Optional[_Iterable[str]] = ..., waiting_adapters: _Optional[_Iterable[str]] = ..., max_loras: _Optional[int] = ..., adapter_pool_bytes: _Optional[int] = ..., adapter_pool_highest_bytes: _Optional[int] = ..., is_asleep: bool = ...) -> None: ...
 
 class ClassLoad(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_queued_tokens")

@@ -7,6 +7,9 @@
                 {"event": "refused", "id": N, "reason": R}            nothing was changed
     supervisor  {"event": "status", "id": N}
     child       {"event": "status", "id": N, "models": {MODEL: STATUS}}
+    supervisor  {"event": "sleep", "id": N, "level": L}               finish your requests, take no others, and sleep
+    supervisor  {"event": "wake", "id": N}
+    child       {"event": "done", "id": N}                            asleep or awake; or "refused", as above
 
 The child exits at once when the supervisor's end closes: no orphan keeps a port or a GPU.
 """
@@ -26,12 +29,14 @@ from typing import Any, NamedTuple
 
 from headrace.core.errors import HeadraceError, Unavailable
 from headrace.core.load import AttemptCounts
+from headrace.core.sleep import SleepLevel
 
 ORPHANED = 69
 """Exit status of a child whose supervisor is gone (EX_UNAVAILABLE)."""
 
 
 DRAINING = "draining"
+ASLEEP = "asleep"
 
 MAX_REASON_CHARS = 400
 """In the status of a replica: then the longest line that the supervisor reads (`fleet.launcher`) holds more than 10,000 replicas."""
@@ -40,14 +45,17 @@ MAX_REASON_CHARS = 400
 class LeashRequestKind(StrEnum):
     RELOAD = "reload"
     STATUS = "status"
+    SLEEP = "sleep"
+    WAKE = "wake"
 
 
 @dataclass(frozen=True, slots=True)
 class LeashRequest:
-    """The answer carries the same id."""
+    """The answer carries the same id. level: of SLEEP"""
 
     kind: LeashRequestKind
     id: int
+    level: SleepLevel | None = None
 
 
 class ReportedReplicaLoad(NamedTuple):
@@ -146,6 +154,9 @@ class Leash:
         """facts: those of `ready` that have changed"""
         self._say({"event": "reloaded", "id": request.id, **(facts or {})})
 
+    def done(self, request: LeashRequest) -> None:
+        self._say({"event": "done", "id": request.id})
+
     def refused(self, request: LeashRequest, reason: str) -> None:
         self._say({"event": "refused", "id": request.id, "reason": reason})
 
@@ -175,7 +186,8 @@ class Leash:
     def _take(self, line: bytes) -> None:
         message = json.loads(line)
         with self._lock:
-            self._handle(LeashRequest(LeashRequestKind(message["event"]), message["id"]))
+            level = SleepLevel(message["level"]) if "level" in message else None
+            self._handle(LeashRequest(LeashRequestKind(message["event"]), message["id"], level))
 
     def _handle(self, request: LeashRequest) -> None:
         if self._handler is not None:
@@ -217,13 +229,17 @@ class LeashRequests:
     async def reload(self) -> Mapping[str, Any]:
         """Raises ReloadRefused, or Unavailable when the child ends first."""
         answer = await self._ask(LeashRequestKind.RELOAD)
-        if answer["event"] == "refused":
-            raise ReloadRefused(str(answer["reason"]))
+        _raise_if_refused(answer)
         return {name: value for name, value in answer.items() if name not in ("event", "id")}
 
     async def status(self) -> ModelStatuses:
         answer = await self._ask(LeashRequestKind.STATUS)
         return {model: _heard_model(said) for model, said in answer["models"].items()}
+
+    async def change_sleep(self, level: SleepLevel | None) -> None:
+        """Returns once it sleeps, or with None is awake. Raises as `reload`."""
+        asked = self._ask(LeashRequestKind.WAKE) if level is None else self._ask(LeashRequestKind.SLEEP, level=level.value)
+        _raise_if_refused(await asked)
 
     def take(self, message: Mapping[str, Any]) -> None:
         """An answer to a request that was given up is only counted."""
@@ -238,14 +254,19 @@ class LeashRequests:
             if not asked.done():
                 asked.set_exception(Unavailable("the process ended before it answered"))
 
-    async def _ask(self, kind: LeashRequestKind) -> Mapping[str, Any]:
+    async def _ask(self, kind: LeashRequestKind, **more: object) -> Mapping[str, Any]:
         if self._is_closed:
             raise Unavailable("the process has ended")
         number = next(self._ids)
         asked: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self._open[number] = asked
         try:
-            self._write(json.dumps({"event": kind.value, "id": number}).encode() + b"\n")
+            self._write(json.dumps({"event": kind.value, "id": number, **more}).encode() + b"\n")
             return await asked
         finally:
             del self._open[number]
+
+
+def _raise_if_refused(answer: Mapping[str, Any]) -> None:
+    if answer["event"] == "refused":
+        raise ReloadRefused(str(answer["reason"]))

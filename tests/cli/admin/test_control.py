@@ -18,7 +18,7 @@ from wire_kit import socket_dir
 
 from headrace.cli.admin import adapters
 from headrace.cli.admin import client as control_client
-from headrace.cli.admin.control import drain, reload, rollout, scale, status
+from headrace.cli.admin.control import drain, reload, rollout, scale, sleep, status, wake
 from headrace.cli.exits import CommandExitCode, ServerFailed, UsageRefused
 from headrace.core.errors import ConfigError
 from headrace.fleet.files import run_dir
@@ -84,7 +84,8 @@ def test_a_command_prints_progress_and_ends_as_it_was_answered(
 def test_each_command_sends_its_body(scripted: type[Scripted]) -> None:
     scripted.said = ({"event": "done"},)
     bodies = []
-    calls = (reload, partial(scale, "org/tiny=3"), partial(drain, 2.5, "tiny-1"), partial(drain, 1.0, everything=True))
+    drains = (partial(drain, 2.5, "tiny-1"), partial(drain, 1.0, everything=True))
+    calls = (reload, partial(scale, "org/tiny=3"), *drains, partial(sleep, "tiny"), partial(wake, "tiny"))
     for call in calls:
         with pytest.raises(typer.Exit) as ended:
             call()
@@ -95,6 +96,8 @@ def test_each_command_sends_its_body(scripted: type[Scripted]) -> None:
         ("scale", {"model": "org/tiny", "replicas": 3}),
         ("drain", {"replica": "tiny-1", "within_s": 2.5, "allow_outage": False}),
         ("drain", {"replica": None, "within_s": 1.0, "allow_outage": False}),
+        ("sleep", {"model": "tiny", "level": "ram"}),
+        ("wake", {"model": "tiny"}),
     ]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from headrace.core.adapters import AdapterSource
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.model_info import ModelInfo
+from headrace.core.sleep import SleepLevel
 from headrace.engine.server.adapter_reload import adapters_of, answering_reloads
 from headrace.engine.server.config import load_process_config
 from headrace.engine.server.dispatcher import call_unless_closed
@@ -37,6 +39,11 @@ class Adapted:
     def __init__(self) -> None:
         self.info = INFO
         self.refusal: Exception | None = None
+        self.changes: list[tuple[SleepLevel | None, Future[None]]] = []
+
+    def change_sleep(self, level: SleepLevel | None) -> Future[None]:
+        self.changes.append((level, Future()))
+        return self.changes[-1][1]
 
     def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
         if self.refusal is not None:
@@ -57,8 +64,14 @@ class Asked:
             raise self.sources
         return self.sources
 
-    async def ask(self, number: int, event: str = "reload") -> dict[str, Any]:
-        self.writer.write(json.dumps({"event": event, "id": number}).encode() + b"\n")
+    async def ask(self, number: int, event: str = "reload", **more: str) -> dict[str, Any]:
+        self.say(number, event, **more)
+        return await self.heard()
+
+    def say(self, number: int, event: str, **more: str) -> None:
+        self.writer.write(json.dumps({"event": event, "id": number, **more}).encode() + b"\n")
+
+    async def heard(self) -> dict[str, Any]:
         said: dict[str, Any] = json.loads(await self.reader.readline())
         return said
 
@@ -103,6 +116,19 @@ async def test_a_refusal_has_its_reason_and_the_next_change_is_answered(refusal:
     assert (await asked.ask(3, "status"))["event"] == "refused"
     asked.sources = [SQL]
     assert (await asked.ask(4))["event"] == "reloaded"
+
+
+async def test_sleep_and_wake_are_answered_when_they_are_done_and_a_reload_waits_for_neither(asked: Asked) -> None:
+    asked.say(1, "sleep", level="disk")
+    asked.say(2, "wake")
+    assert (await asked.ask(3))["event"] == "reloaded"
+    (deep, slept), (none, woken) = asked.engine.changes
+    assert (deep, none) == (SleepLevel.DISK, None)
+    slept.set_exception(ConfigError("level", "no packed weights"))
+    assert await asked.heard() == {"event": "refused", "id": 1, "reason": "level: no packed weights"}
+    woken.set_result(None)
+    assert await asked.heard() == {"event": "done", "id": 2}
+    assert len(asked.announced) == 3
 
 
 def test_nothing_but_the_adapters_may_change(tmp_path: Path) -> None:

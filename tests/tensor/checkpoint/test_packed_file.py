@@ -232,7 +232,7 @@ def test_many_chunks_arrive_whole_and_in_place(tmp_path: Path, num_threads: int,
     (tmp_path / "f").write_bytes(data)
     target = bytearray(49_990)
     with (tmp_path / "f").open("rb") as stream:
-        reading = FileReading(stream.fileno(), 7, memoryview(target), num_threads)
+        reading = FileReading(stream.fileno(), [(memoryview(target), 7)], num_threads)
         reading.wait()
     assert target == data[7 : 7 + 49_990]
     assert reading.num_read == 49_990
@@ -243,7 +243,7 @@ def test_a_file_that_became_shorter_is_an_error(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(file_memory, "CHUNK_BYTES", 1000)
     (tmp_path / "f").write_bytes(b"x" * 5000)
     with (tmp_path / "f").open("rb") as stream, pytest.raises(OSError, match="shorter"):
-        FileReading(stream.fileno(), 0, memoryview(bytearray(9000)), 2).wait()
+        FileReading(stream.fileno(), [(memoryview(bytearray(9000)), 0)], 2).wait()
 
 
 def test_where_no_thread_may_be_had_who_waits_reads_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_where_no_thread_may_be_had_who_waits_reads_alone(tmp_path: Path, monkey
     (tmp_path / "f").write_bytes(b"x" * 5000)
     target = bytearray(5000)
     with (tmp_path / "f").open("rb") as stream:
-        FileReading(stream.fileno(), 0, memoryview(target), 2).wait()
+        FileReading(stream.fileno(), [(memoryview(target), 0)], 2).wait()
     assert target == b"x" * 5000
 
 
@@ -264,7 +264,7 @@ def test_after_a_stop_nothing_is_written_any_more(tmp_path: Path, monkeypatch: p
     (tmp_path / "f").write_bytes(b"x" * (16 << 20))
     target = bytearray(16 << 20)
     with (tmp_path / "f").open("rb") as stream:
-        reading = FileReading(stream.fileno(), 0, memoryview(target), 2)
+        reading = FileReading(stream.fileno(), [(memoryview(target), 0)], 2)
         reading.stop()
     target[:] = bytes(16 << 20)
     assert not any(thread.is_alive() for thread in reading._threads)

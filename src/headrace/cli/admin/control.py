@@ -1,4 +1,4 @@
-"""`headrace status|reload|rollout|scale|drain` operate a deployment that runs. docs/control.md says what each does."""
+"""`headrace status|reload|rollout|scale|drain|sleep|wake` operate a deployment that runs. docs/control.md says what each does."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 from headrace.cli.admin.directory import AdminFiles, AdminUrl
 from headrace.cli.exits import CommandExitCode, UsageRefused
 from headrace.core.errors import counted
+from headrace.core.sleep import SleepLevel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,6 +98,27 @@ def drain(
         ends_within_s=within,
     )
     raise typer.Exit(code)
+
+
+def sleep(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model of this deployment.")],
+    level: Annotated[SleepLevel, typer.Option("--level", help="ram: give back what is no weight. disk: weights too.")] = SleepLevel.RAM,
+    run_dir: RunDir = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
+) -> None:
+    """Put the engines of a model to sleep, once each has finished its requests."""
+    raise typer.Exit(command(open_deployment(run_dir, admin, tls_dir), "sleep", {"model": model, "level": level.value}))
+
+
+def wake(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model of this deployment.")],
+    run_dir: RunDir = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
+) -> None:
+    """Wake the engines of a model."""
+    raise typer.Exit(command(open_deployment(run_dir, admin, tls_dir), "wake", {"model": model}))
 
 
 def open_deployment(run_dir: Path | None, admin: str | None, tls_dir: Path | None) -> AdminClient:

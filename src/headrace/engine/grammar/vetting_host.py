@@ -13,7 +13,6 @@ but for the vocabulary:
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -31,7 +30,7 @@ from headrace.core.errors import CheckpointError, InvalidRequest
 from headrace.core.grammar import Grammar
 from headrace.engine.grammar.compiling import NAMES, GrammarVocabulary, TokenTrie, compile_grammar, one_line
 from headrace.engine.grammar.limits import MAX_COMPILED_BYTES, NUM_VETTED_STEPS, VET_CPU_S, VET_MEMORY_BYTES, VET_STACK_BYTES, VET_WALL_S
-from headrace.machine.resources import process_memory
+from headrace.machine.resources import process_memory, trim_heap
 from headrace.machine.standard_streams import prepare_standard_streams
 
 if TYPE_CHECKING:
@@ -162,9 +161,7 @@ def vet(trie: TokenTrie, grammar: Grammar) -> int:
     before = process_memory().anonymous
     matcher = compile_grammar(trie, grammar)
     _try_masks(matcher, grammar)
-    if sys.platform == "linux":
-        with suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # memory freed after compiling does not count for the grammar
+    trim_heap()  # memory freed after compiling does not count for the grammar
     num_bytes = max(0, process_memory().anonymous - before)
     if num_bytes > MAX_COMPILED_BYTES:
         limit = f"{NAMES[grammar.kind]} that takes at most {MAX_COMPILED_BYTES >> 20} MiB once it is compiled"

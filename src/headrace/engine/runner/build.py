@@ -39,6 +39,7 @@ from headrace.engine.runner.drafts.load import LoadedDraft, load_draft
 from headrace.engine.runner.drafts.lookup import make_lookup
 from headrace.engine.runner.loading import LoadedPart, StartChoices, choose, load_part, name_of
 from headrace.engine.runner.masks import load_mask_kernel
+from headrace.engine.runner.memory import RunnerMemory
 from headrace.engine.runner.model_runner import ModelRunner, OverlappedRunner
 from headrace.engine.runner.slots import SlotState
 from headrace.engine.runner.warmup import log_compiling, warm_up
@@ -82,6 +83,7 @@ class Built(NamedTuple):
     read_experts: Callable[[], Mapping[int, Sequence[int]]]
     group: RankGroup | None
     ranks: RankMeter | None
+    memory: RunnerMemory
 
 
 def build_runner(
@@ -138,7 +140,8 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     preparer = GrammarPreparer(compiler, grammars)
     ranks = None if group is None else RankMeter(group.peers, config.parallelism)
     read_experts, read_gpu = lambda: loaded.model.expert_tokens, DEVICES[config.device].read_gpu
-    return Built(runner, info, weights, preparer, adapters, unwritten, read_gpu, read_experts, group, ranks)
+    memory = RunnerMemory(config, loaded, kv)
+    return Built(runner, info, weights, preparer, adapters, unwritten, read_gpu, read_experts, group, ranks, memory)
 
 
 def _size(

@@ -1,10 +1,13 @@
-"""Reads an engine's file again when its supervisor asks (`wire.leash`), and gives the engine the adapters that it lists now."""
+"""Does what an engine's supervisor asks (`wire.leash`): reads the engine's file again, and gives it the adapters that it lists now; puts it
+to sleep, and wakes it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -13,6 +16,7 @@ from headrace.core.adapters import AdapterSource
 from headrace.core.differences import differences
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.model_info import ModelInfo
+from headrace.core.sleep import SleepLevel
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.config import ProcessConfig
 from headrace.engine.server.dispatcher import call_unless_closed
@@ -26,7 +30,13 @@ Configs = tuple[ProcessConfig, EngineConfig]
 ReadSources = Callable[[], Sequence[AdapterSource]]
 
 
-class AdaptedEngine(Protocol):
+class SleepingEngine(Protocol):
+    def change_sleep(self, level: SleepLevel | None) -> Future[None]:
+        """level: None: it is to be awake. The result raises HeadraceError."""
+        ...
+
+
+class AdaptedEngine(SleepingEngine, Protocol):
     info: ModelInfo
 
     def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
@@ -52,15 +62,15 @@ def facts_of(engine: AdaptedEngine) -> dict[str, object]:
 async def answering_reloads(
     leash: Leash, engine: AdaptedEngine, read: ReadSources | None, announce: Callable[[], None]
 ) -> AsyncIterator[None]:
-    """read: what the file lists now; None: there is no file. announce: called after each change"""
+    """read: what the file lists now; None: there is no file. announce: called on the event loop after each change"""
     loop = asyncio.get_running_loop()
     waiting: asyncio.Queue[LeashRequest] = asyncio.Queue()
 
     async def reload_in_order() -> None:
         while True:
             request = await waiting.get()
-            if request.kind is not LeashRequestKind.RELOAD or read is None:
-                leash.refused(request, "an engine only reads its file again")
+            if request.kind is LeashRequestKind.STATUS or read is None:
+                leash.refused(request, "an engine reads its file again, sleeps and wakes")
             elif reason := await asyncio.to_thread(_why_refused, engine, read):
                 log.error("the adapters stay as they are: %s", reason)
                 leash.refused(request, reason)
@@ -68,7 +78,22 @@ async def answering_reloads(
                 announce()
                 leash.reloaded(request, facts_of(engine))
 
-    leash.listen(lambda request: call_unless_closed(loop, waiting.put_nowait, request))  # in the leash's thread
+    def take(request: LeashRequest) -> None:
+        if request.kind in (LeashRequestKind.SLEEP, LeashRequestKind.WAKE):
+            change = engine.change_sleep(request.level)
+            change.add_done_callback(lambda done: call_unless_closed(loop, answer_sleep, (request, done)))
+        else:
+            waiting.put_nowait(request)
+
+    def answer_sleep(answered: tuple[LeashRequest, Future[None]]) -> None:
+        request, done = answered
+        announce()
+        if (error := done.exception()) is None:
+            leash.done(request)
+        else:
+            leash.refused(request, str(error).rstrip("."))
+
+    leash.listen(lambda request: call_unless_closed(loop, take, request))  # in the leash's thread
     reloading = loop.create_task(reload_in_order(), name="reloads")
     try:
         yield

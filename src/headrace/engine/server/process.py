@@ -141,7 +141,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGUSR1, dump_plans, engine)
     log.info("%s serves %s at %s", config.replica, engine.info.architecture, service.address)
     try:
-        async with answering_reloads(leash, engine, read_adapters, service.announce):
+        async with answering_reloads(leash, engine, read_adapters, service.report):
             return await _until_end(service, thread, stop, config, leash)
     finally:
         await service.stop()

@@ -252,10 +252,13 @@ class EngineService:
                 stream.check_lease(HEARTBEAT_S, self._lease_s, self._max_unread)
             await asyncio.sleep(HEARTBEAT_S)
 
+    def report(self) -> None:
+        """At once what the next heartbeat would say."""
+        self._report_and_wake()
+        self.announce()
+
     def announce(self) -> None:
-        """Send every gateway what has changed since the last call: the weights' digest, the adapters. Each heartbeat calls it; a caller
-        that has just changed them may call it too.
-        """
+        """Send every gateway what has changed since the last call: the weights' digest, the adapters."""
         info, before = self._engine.info, self._announced
         if info is before:
             return

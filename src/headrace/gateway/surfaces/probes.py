@@ -96,7 +96,7 @@ def _ready_query(exchange: Exchange) -> dict[str, str]:
 def _why_not_ready(models: Sequence[ServedModel], *, is_strict: bool) -> str:
     """Empty: ready. A foreign server always counts as ready: it would fail for every gateway."""
     replicas = [(model.name, replica) for model in models for replica in model.upstream.replicas()]
-    missing = [f"{model}/{replica.name} {replica.reason}" for model, replica in replicas if replica.reason and not replica.is_foreign]
+    missing = [f"{model}/{replica.name} {replica.reason}" for model, replica in replicas if replica.is_missing]
     failing = [f"{model}/{replica.name} {FAILING}" for model, replica in replicas if replica.is_failing and not replica.reason]
     empty = [f"{model.name} has no replica" for model in models if not (model.upstream.replicas() or model.upstream.is_asleep)]
     if is_strict or len(missing) == len(replicas):

@@ -383,6 +383,12 @@ class Hold(NamedTuple):
     limit_s: float
     leave: Callable[[], None]
 
+    @property
+    def is_missing(self) -> bool:
+        """One that is asleep is not: it wakes for a request."""
+        is_asleep = self.is_connected and self.load is not None and self.load.is_asleep
+        return bool(self.reason) and not self.is_foreign and not is_asleep
+
 
 class Upstream(ABC):
     def hold(self, terms: Callable[[], HeldTerms], unsent: UnsentRequest | None, wishes: RoutingWishes) -> Hold | None:

@@ -116,7 +116,16 @@ class KvManager:
     def _first_live(self, num_computed: int, window: int) -> int:
         return max(0, num_computed - window + 1) // self.block_size
 
+    @property
+    def has_blocks_in_use(self) -> bool:
+        """Whether a sequence, a lease or an uncommitted plan names one."""
+        return any(pool.num_used > 1 for pool in self.pools)
+
     # changes
+
+    def evict_all(self) -> None:
+        for pool in self.pools:
+            pool.evict_all()
 
     def open(self, seq: Sequence) -> None:
         seq.root = self._root(seq, seq.request.salt)

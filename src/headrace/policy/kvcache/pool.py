@@ -235,6 +235,11 @@ class BlockPool:
         self._by_hash[identity] = block
         return True
 
+    def evict_all(self) -> None:
+        for block in [*self._cached]:
+            self.evicted.add(self._hash_of[block])
+            self.unregister(block)
+
     def unregister(self, block: int) -> None:
         if block in self._cached:
             self._uncache(block)

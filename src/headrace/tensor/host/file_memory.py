@@ -6,11 +6,14 @@ here: an engine begins to read weights before torch is imported.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 CHUNK_BYTES = 16 << 20
 """A thread reads these in a millisecond or more. Waiting for the GIL between two chunks may take as long."""
@@ -25,12 +28,50 @@ def map_pages(num_bytes: int) -> mmap.mmap:
     return memory
 
 
+def give_back(memory: memoryview) -> None:
+    """Whole pages within private memory go back to the system; they are zeros when they are next read."""
+    if len(memory) == 0:
+        return
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + len(memory)) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < last and hasattr(mmap, "MADV_DONTNEED"):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+Region = tuple[memoryview, int]
+"""Memory, and the place of its first byte in a file."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class StoredMemory:
+    """Memory whose bytes are in a file that `descriptor` keeps open."""
+
+    descriptor: int
+    regions: Sequence[Region]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(memory) for memory, _ in self.regions)
+
+    def give_back(self) -> None:
+        for memory, _ in self.regions:
+            give_back(memory)
+
+    def read(self, num_threads: int) -> None:
+        """Raises OSError."""
+        FileReading(self.descriptor, self.regions, num_threads).wait()
+
+
 class FileReading:
-    def __init__(self, descriptor: int, start: int, target: memoryview, num_threads: int) -> None:
-        """Bytes [start, start + len(target)). The caller keeps the file open until `wait` or `stop` returns."""
+    def __init__(self, descriptor: int, regions: Sequence[Region], num_threads: int) -> None:
+        """The caller keeps the file open until `wait` or `stop` returns."""
         self.num_read = 0
         self._error: OSError | None = None
-        self._parts = deque((target[first : first + CHUNK_BYTES], start + first) for first in range(0, len(target), CHUNK_BYTES))
+        self._parts = deque(
+            (target[first : first + CHUNK_BYTES], start + first)
+            for target, start in regions
+            for first in range(0, len(target), CHUNK_BYTES)
+        )
         self._lock = threading.Lock()
         self._descriptor = descriptor
         self._threads: list[threading.Thread] = []

@@ -22,13 +22,19 @@ def empty(num_elements: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(map_pages(num_bytes), dtype=dtype, count=num_elements)
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """tensor: contiguous, on the host"""
+    memory: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return memory
+
+
 def read_bytes(path: Path, start: int, num_bytes: int) -> Tensor:
     """Bytes [start, start + num_bytes) of a file as flat uint8, in memory of its own. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         memory = empty(num_bytes, torch.uint8)
         with memoryview(memory.numpy()) as view:  # type: ignore[arg-type]
-            FileReading(descriptor, start, view, torch.get_num_threads() - 1 if num_bytes >= LEAST_BYTES else 0).wait()
+            FileReading(descriptor, [(view, start)], torch.get_num_threads() - 1 if num_bytes >= LEAST_BYTES else 0).wait()
         return memory
     finally:
         os.close(descriptor)

@@ -194,6 +194,9 @@ class DecoderModel:
         """Upper bound of the memory that recorded steps hold beside the weights."""
         return self._steps.most_bytes
 
+    def forget_steps(self) -> None:
+        self._steps.forget()
+
     def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         """ids [T] int64 -> hidden [T, E], or [W, E] for `batch.selected`, ready for `logits`. Writes keys and values into `kv`.
 

@@ -47,6 +47,9 @@ class RecordedSteps:
         """One step more is counted: a replaced step is dropped after its successor was recorded."""
         return 0 if self._executor is None else (MAX_LARGEST + 1) * self._executor.max_recorded_bytes
 
+    def forget(self) -> None:
+        self._kept.clear()
+
     def next_layer(self) -> None:
         """Called by the model before each layer."""
         if self._executor is not None:
@@ -79,12 +82,12 @@ class RecordedSteps:
         step.inputs.drop_adapters()
         if step.recording.is_whole:
             self._kept[key] = step
-            self._forget()
+            self._keep_within()
         else:  # a larger step cannot be recorded whole either
             self._most_tokens[batch.adapters is not None] = batch.num_tokens - 1
         return step.out.clone()
 
-    def _forget(self) -> None:
+    def _keep_within(self) -> None:
         assert self._executor is not None
         most = MAX_LARGEST * self._executor.max_recorded_bytes
         held = sum(step.recording.kept_bytes for step in self._kept.values())

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.header import StoredTensor, read_header
-from headrace.tensor.host.file_memory import FileReading, map_pages
+from headrace.tensor.host.file_memory import FileReading, StoredMemory, map_pages
 from headrace.tensor.host.unfinished import is_named
 
 log = logging.getLogger(__name__)
@@ -59,12 +59,15 @@ class PackedFile:
         if end > self._num_bytes and hasattr(os, "posix_fadvise"):
             # Rows of tables are read one by one. The system reads the tables into its page cache meanwhile.
             os.posix_fadvise(self.descriptor, self._data_start + self._num_bytes, end - self._num_bytes, os.POSIX_FADV_WILLNEED)
-        target = memoryview(self._memory)[: self._num_bytes]
-        self._reading: FileReading | None = FileReading(self.descriptor, header.data_start, target, num_threads)
+        self._reading: FileReading | None = FileReading(self.descriptor, self.linears.regions, num_threads)
 
     @property
     def num_bytes_read(self) -> int:
         return self._num_bytes if self._reading is None else self._reading.num_read
+
+    @property
+    def linears(self) -> StoredMemory:
+        return StoredMemory(self.descriptor, [(memoryview(self._memory)[: self._num_bytes], self._data_start)])
 
     def wait(self) -> None:
         """Returns once all linears are in memory. Raises OSError if the file cannot be read."""

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from hashlib import blake2b
@@ -21,6 +22,9 @@ from torch import Tensor
 
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.files import MAX_JSON_BYTES, decode_json
+from headrace.tensor.checkpoint.header import read_header
+from headrace.tensor.host.file_memory import StoredMemory
+from headrace.tensor.host.pages import bytes_of
 from headrace.tensor.host.unfinished import UNFINISHED, is_named, locked, remove_oldest, remove_unfinished
 from headrace.tensor.kernels import Linear, PackedFormat, PackedLinear, RowReader
 from headrace.tensor.layers.table import HeldTable, Table
@@ -106,6 +110,7 @@ class PackedStore:
         self._made_tables: dict[str, Tensor] = {}
         self._num_found = 0
         self._damaged: PackedFile | None = None
+        self._written: Mapping[str, Tensor] | None = None
         self._first_inode = _inode(self._path)
         self._found = self._open()
 
@@ -171,7 +176,28 @@ class PackedStore:
         tables = {TABLE + name: table for name, table in self._made_tables.items()}
         self._made, self._made_tables = {}, {}
         size = sum(tensor.nbytes for tensor in (*linears.values(), *tables.values()))
-        return self._write(linears, tables, facts, size) if linears and size >= MIN_BYTES else None
+        if linears and size >= MIN_BYTES:
+            return self._write(linears, tables, facts, size)
+        self._written = {}
+        return None
+
+    def stored(self) -> StoredMemory | None:
+        """The memory whose bytes the packed file has, after `save`; None while there is no file. Raises OSError, CheckpointError."""
+        if self._found is not None:
+            return self._found.linears
+        if self._damaged is not None or self._written is None:
+            return None
+        if not self._written:
+            return StoredMemory(-1, [])
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        header = read_header(self._path)
+        if not is_named(descriptor, self._path):
+            os.close(descriptor)
+            raise OSError(f"{self._path} was replaced while it was opened")
+        places = {name: header.data_start + stored.begin for name, stored in header.tensors.items()}
+        memory = StoredMemory(descriptor, [(bytes_of(tensor), places[name]) for name, tensor in self._written.items()])
+        weakref.finalize(memory, os.close, descriptor)
+        return memory
 
     def _write(self, linears: Mapping[str, Tensor], tables: Mapping[str, Tensor], facts: dict[str, str], size: int) -> Pieces:
         try:
@@ -179,6 +205,7 @@ class PackedStore:
                 raise OSError(f"{size >> 20} MiB is more than half of the free space")
             if (yield from self._write_file(linears, tables, facts, size)):
                 self._folder.remember(self._path.name)
+                self._written = {name: tensor for name, tensor in {**linears, **tables}.items() if tensor.is_contiguous()}
                 self._remove_old()
         except (OSError, CheckpointError) as error:
             log.warning("packed weights are not kept (%s); the next start packs them again", error)
@@ -284,7 +311,7 @@ def write_tensors(descriptor: int, linears: Mapping[str, Tensor], tables: Mappin
 
 def _parts(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     for tensor in tensors:
-        whole: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        whole = bytes_of(tensor.contiguous())
         for begin in range(0, len(whole), PIECE_BYTES):
             yield whole[begin : begin + PIECE_BYTES]
 

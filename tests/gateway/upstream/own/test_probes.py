@@ -26,6 +26,7 @@ pytestmark = pytest.mark.loop
         (ConnectionState.CONNECTED, SeenLoad(snapshot(loop_age_s=0.3), 0.0), 0.2, ""),
         (ConnectionState.CONNECTED, SeenLoad(snapshot(loop_age_s=0.7), 0.0), 0.2, "its loop has not turned for 0.9 s"),
         (ConnectionState.CONNECTED, SeenLoad(snapshot(step_age_s=0.8, loop_age_s=0.8), 0.0), 0.1, ""),
+        (ConnectionState.CONNECTED, SeenLoad(snapshot(loop_age_s=0.9, is_asleep=True), 0.0), 0.2, "asleep"),
         (ConnectionState.CONNECTED, SeenLoad(snapshot(step_age_s=0.9), 0.0), 0.2, "a step has taken 1.1 s, expected at most 1.0 s"),
         (ConnectionState.CONNECTED, SeenLoad(snapshot(step_age_s=7.9, step_predicted_s=2.0), 0.0), 0.0, ""),
         (
@@ -61,6 +62,18 @@ async def test_ready_says_which_replica_and_why(text: TextModel) -> None:
         assert response.status_code == 503
         assert response.json()["reason"] == f"{MODEL}/r1 does not answer"
         assert [state["ok"] for state in response.json()["replicas"]] == [True, False]
+
+
+async def test_a_replica_that_is_asleep_is_not_missing_and_gets_no_request(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        for name in ("r0", "r1"):
+            bench.replicas[name].snapshot = SeenLoad(snapshot(is_asleep=True), 0.0)
+        response = await bench.client.get("/ready?strict")
+        assert response.status_code == 200
+        assert [state["reason"] for state in response.json()["replicas"]] == ["asleep", "asleep"]
+        bench.replicas["r1"].snapshot = None
+        assert (await bench.chat()).status_code == 200
+        assert not bench.replicas["r0"].requests
 
 
 async def test_a_replica_whose_circuit_is_open_is_not_strictly_ready_although_it_is_used(bench: TestBench) -> None:

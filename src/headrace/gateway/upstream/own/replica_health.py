@@ -17,7 +17,7 @@ from headrace.policy.routing.choice import Candidate, ReplicaId
 from headrace.policy.routing.failures import REPLICA_LIMITS, CircuitBreaker, Ticket
 from headrace.policy.routing.predicted_time import SentSince
 from headrace.wire.client import ConnectionState, ReplicaClient, SeenLoad
-from headrace.wire.leash import DRAINING
+from headrace.wire.leash import ASLEEP, DRAINING
 from headrace.wire.service import SILENT_AFTER_S
 
 IDLE_STALL_S = 0.8
@@ -40,6 +40,8 @@ def verdict(state: ConnectionState, seen: SeenLoad | None, now: float) -> str:
         return VERDICTS[state]
     if seen is None:
         return "has not reported yet"
+    if seen.load.is_asleep:
+        return ASLEEP
     age = now - seen.received_s
     if seen.load.step_age_s is not None:
         allowed = max(STEP_GRACE_S, STEP_GRACE_FACTOR * seen.load.step_predicted_s)
@@ -181,6 +183,11 @@ class Replica:
     def max_model_len(self) -> int:
         info = self.connection.info
         return info.model.max_model_len if info is not None else 0
+
+    @property
+    def is_asleep(self) -> bool:
+        seen = self.connection.snapshot
+        return seen is not None and seen.load.is_asleep
 
     def verdict(self, now: float) -> str:
         return verdict(self.connection.state, self.connection.snapshot, now)

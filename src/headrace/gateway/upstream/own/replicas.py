@@ -404,7 +404,7 @@ class ReplicaPool:
         ready = self.ready()
         left_out = self._ejected(ready)
         first = [replica for replica in ready if replica in left and replica.name not in left_out]
-        fit = first or [replica for replica in left if replica.connection.state is ConnectionState.CONNECTED]
+        fit = first or [replica for replica in left if replica.connection.state is ConnectionState.CONNECTED and not replica.is_asleep]
         if not fit:
             raise self.why_unavailable()
         if len(fit) == 1:
