@@ -57,8 +57,10 @@ def written() -> None:
 
 def ask(engine: RealEngine, level: SleepLevel | None) -> None:
     change = engine.engine.change_sleep(level)
-    engine.engine.turn()
-    change.result(0)
+    while not change.done():
+        if not engine.engine.turn():
+            engine.engine.idle()
+    change.result()
 
 
 def answers(engine: RealEngine, name: str) -> Answers:

@@ -188,7 +188,7 @@ class Engine:
     def turn(self) -> bool:
         """False when there was nothing to do."""
         self._take_messages()
-        self._sleep.fall_asleep(len(self._steps))
+        self._sleep.fall_asleep(len(self._steps), self._clock())
         plan = self._plan()
         self._publish()  # before a step keeps this thread busy: what left the inbox is counted, and ended requests are released
         if plan is not None:
@@ -261,12 +261,12 @@ class Engine:
             case Wake():
                 pass
             case ChangeSleep():
-                self._sleep.change(message)
+                self._sleep.change(message, self._clock())
             case Abort(reason):
                 raise EngineFatal(reason)
 
     def _add(self, request: EngineRequest, arrived: float) -> None:
-        self._sleep.refuse_request()
+        self._sleep.refuse_request(self._clock())
         leaving = self._sequences.check_room(request)
         preparation_id, prerequisites = self._preparations.begin(request)
         try:

@@ -13,6 +13,7 @@ from kv_oracle import expected_tokens
 
 from headrace.core.errors import ConfigError, HeadraceError, Unavailable
 from headrace.core.sleep import SleepLevel
+from headrace.engine.sleeping import GRACE_S
 
 pytestmark = pytest.mark.pure
 
@@ -55,9 +56,13 @@ def test_what_runs_is_finished_first_and_nothing_is_begun() -> None:
     engine.turn()
     assert not slept.done()
     assert engine.engine.snapshot().is_asleep, "gateways send no more"
+    engine.submit(request("sent before", PROMPT))
+    engine.run()
+    assert engine.tokens["sent before", 0]
+    assert not slept.done()
+    engine.clock.now += GRACE_S
     engine.submit(request("late", PROMPT))
     engine.run()
-    engine.turn()
     assert slept.done()
     assert memory.level is SleepLevel.RAM
     assert engine.tokens["first", 0] == expected_tokens(PROMPT, 8, VOCAB)
@@ -70,6 +75,8 @@ def test_an_engine_that_woke_computes_a_prompt_anew() -> None:
     engine.run()
     for level in (SleepLevel.RAM, SleepLevel.DISK):
         engine.engine.change_sleep(level)
+        engine.turn()
+        engine.clock.now += GRACE_S
         engine.turn()
     woken = engine.engine.change_sleep(None)
     engine.turn()
@@ -86,12 +93,16 @@ def test_a_refused_sleep_leaves_the_engine_awake() -> None:
     memory.refusal = ConfigError("level", "no packed weights")
     slept = engine.engine.change_sleep(SleepLevel.DISK)
     engine.turn()
+    engine.clock.now += GRACE_S
+    engine.turn()
     assert slept.exception() is memory.refusal
     engine.submit(request("next", PROMPT))
     engine.run()
     assert engine.tokens["next", 0] == expected_tokens(PROMPT, 8, VOCAB)
     without = DrivenEngine()
     refused = without.engine.change_sleep(SleepLevel.RAM)
+    without.turn()
+    without.clock.now += GRACE_S
     without.turn()
     assert isinstance(refused.exception(), ConfigError)
 
@@ -123,6 +134,7 @@ class SleepMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def turn(self, count: int) -> None:
+        self.engine.clock.now += GRACE_S / 2
         self.engine.turn(count)
 
     @rule(level=st.sampled_from([None, *SleepLevel]))
