@@ -63,6 +63,20 @@ def order(bench: TestBench, of: Callable[[EngineRequest], Any]) -> list[Any]:
     return [of(request) for request in bench.replica.requests]
 
 
+async def test_a_request_waits_for_an_engine_that_sleeps_and_the_supervisor_sees_it(text: TextModel) -> None:
+    async with open_bench(text) as bench:
+        assert bench.replica.info is not None
+        start(bench, bench.replica.info, is_asleep=True)
+        asking = asyncio.create_task(bench.chat(max_tokens=3))
+        await asyncio.sleep(120.0)
+        assert not bench.replica.requests
+        status = bench.reloader.status()[MODEL]
+        assert (status.num_held, status.replicas["r0"].reason) == (1, "asleep")
+        start(bench, bench.replica.info)
+        assert (await asking).status_code == 200
+        assert bench.reloader.status()[MODEL].num_held == 0
+
+
 async def test_a_request_waits_for_the_first_replica_and_its_explanation_says_so(text: TextModel) -> None:
     async with open_bench(text) as bench:
         info = lose(bench)

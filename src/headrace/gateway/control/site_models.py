@@ -211,7 +211,8 @@ def _model_status(model: OpenModel | None, replicas: Mapping[str, ReplicaStatus]
     if model is None:
         return ModelStatus(replicas)
     queue = model.served.upstream.queue(PriorityClass.STANDARD, model.served.unsent)
-    return ModelStatus(replicas, model.served.users.num_entered, wait_s=0.0 if queue is None else queue.wait_s)
+    num_held = model.served.upstream.num_held
+    return ModelStatus(replicas, model.served.users.num_entered, num_held, wait_s=0.0 if queue is None else queue.wait_s)
 
 
 def _status(replica: ReplicaHealth, unreadable: CheckpointError | None) -> ReplicaStatus:

@@ -372,6 +372,12 @@ class ReplicaHealth:
     is_failing: bool = False
     attempts: AttemptCounts | None = None
 
+    @property
+    def is_missing(self) -> bool:
+        """One that is asleep is not: it wakes for a request."""
+        is_asleep = self.is_connected and self.load is not None and self.load.is_asleep
+        return bool(self.reason) and not self.is_foreign and not is_asleep
+
 
 class Hold(NamedTuple):
     """A request's place among those that wait for a replica. The caller must call `leave` at the end of its wait.
@@ -382,12 +388,6 @@ class Hold(NamedTuple):
     released: asyncio.Future[None]
     limit_s: float
     leave: Callable[[], None]
-
-    @property
-    def is_missing(self) -> bool:
-        """One that is asleep is not: it wakes for a request."""
-        is_asleep = self.is_connected and self.load is not None and self.load.is_asleep
-        return bool(self.reason) and not self.is_foreign and not is_asleep
 
 
 class Upstream(ABC):

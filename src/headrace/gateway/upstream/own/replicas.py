@@ -238,7 +238,7 @@ class ReplicaPool:
 
     @property
     def _is_open(self) -> bool:
-        return any(replica.connection.state is ConnectionState.CONNECTED for replica in self.replicas)
+        return any(replica.connection.state is ConnectionState.CONNECTED and not replica.is_asleep for replica in self.replicas)
 
     @property
     def is_asleep(self) -> bool:
@@ -249,8 +249,8 @@ class ReplicaPool:
         """The longest wait for a replica; 0: none would come."""
         if not self.replicas:
             return HOLD_S if self.is_asleep else 0.0
-        is_starting = not self._ever_connected().issuperset(self.replicas)
-        return HOLD_S if is_starting else self.failover_s
+        may_come = not self._ever_connected().issuperset(self.replicas) or any(replica.is_asleep for replica in self.replicas)
+        return HOLD_S if may_come else self.failover_s
 
     def _ever_connected(self) -> frozenset[Replica]:
         connected = frozenset([replica for replica in self.replicas if replica.connection.info is not None])
