@@ -17,6 +17,7 @@ from headrace.policy.deployment import (
     RetireReplica,
     RolloutOptions,
     StartReplica,
+    TakeStandby,
 )
 
 pytestmark = pytest.mark.pure
@@ -30,6 +31,8 @@ def run(deployment: Deployment) -> list[DeploymentAction]:
             match action:
                 case StartReplica():
                     deployment.start(action)
+                case TakeStandby():
+                    deployment.take(action.name)
                 case RetireReplica():
                     deployment.retire(action.name)
                 case EndRollout():
@@ -45,7 +48,10 @@ def phases(deployment: Deployment) -> dict[str, str]:
 
 def serve(deployment: Deployment, *names: str) -> None:
     for name in names or [*deployment.replicas]:
-        deployment.seen(name, is_ready=True)
+        if deployment.replicas[name].is_standby:
+            deployment.loaded(name)
+        else:
+            deployment.seen(name, is_ready=True)
 
 
 @pytest.fixture
@@ -212,6 +218,45 @@ def test_a_rollout_without_surge_ends_when_the_model_is_scaled_down_to_the_repli
     assert pair.replicas["tiny-2"].revision > pair.replicas["tiny-1"].revision, "what starts next has the new options"
 
 
+def test_a_standby_takes_the_place_of_a_start_and_another_one_is_started(pair: Deployment) -> None:
+    pair.scale({"tiny": 2}, {"tiny": 1})
+    assert run(pair) == [StartReplica("tiny", is_standby=True)]
+    assert pair.is_converged("tiny"), "nothing waits for a standby"
+    pair.loaded("tiny-2")
+    assert [replica.name for replica in pair.listed("tiny")] == ["tiny-0", "tiny-1"]
+    pair.scale_model("tiny", 3)
+    assert run(pair) == [TakeStandby("tiny-2"), StartReplica("tiny", is_standby=True)]
+    assert phases(pair) == {"tiny-0": "serving", "tiny-1": "serving", "tiny-2": "starting", "tiny-3": "starting"}
+    pair.scale_model("tiny", 5)
+    assert run(pair) == [TakeStandby("tiny-3"), StartReplica("tiny"), StartReplica("tiny", is_standby=True)], "one that loads is ahead"
+    pair.scale({"tiny": 2}, {"tiny": 0})
+    assert [action.name for action in run(pair) if isinstance(action, RetireReplica)] == ["tiny-4", "tiny-3", "tiny-2", "tiny-5"]
+
+
+def test_a_rollout_replaces_a_standby_too_once_the_others_are_replaced(pair: Deployment) -> None:
+    pair.scale({"tiny": 1}, {"tiny": 1})
+    assert run(pair) == [RetireReplica("tiny-1"), StartReplica("tiny", is_standby=True)]
+    pair.ended("tiny-1")
+    pair.loaded("tiny-2")
+    pair.roll_out("tiny", RolloutOptions())
+    assert run(pair) == [RetireReplica("tiny-2")], "its memory is for the successor"
+    pair.ended("tiny-2")
+    assert run(pair) == [StartReplica("tiny", replaces="tiny-0")]
+    serve(pair, "tiny-3")
+    assert run(pair) == [RetireReplica("tiny-0")]
+    pair.ended("tiny-0")
+    assert run(pair) == [EndRollout("tiny"), StartReplica("tiny", is_standby=True)]
+    assert pair.replicas["tiny-4"].revision == pair.replicas["tiny-3"].revision == 1
+
+
+def test_a_standby_that_is_drained_is_replaced_and_takes_nothing_from_the_model(pair: Deployment) -> None:
+    pair.scale({"tiny": 2}, {"tiny": 1})
+    run(pair)
+    pair.drain("tiny-2")
+    assert pair.targets["tiny"].num_replicas == 2
+    assert run(pair) == [StartReplica("tiny", is_standby=True)]
+
+
 MODELS = ("a", "b")
 
 
@@ -222,6 +267,7 @@ class DeploymentMachine(RuleBasedStateMachine):
         super().__init__()
         self.deployment = Deployment()
         self.counts: dict[str, int] = {}
+        self.standby: dict[str, int] = {}
         self.names: set[str] = set()
 
     def do_all(self) -> None:
@@ -243,6 +289,11 @@ class DeploymentMachine(RuleBasedStateMachine):
                 made = self.deployment.start(action)
                 assert made.name not in self.names, "a name is given once"
                 self.names.add(made.name)
+            case TakeStandby():
+                taken = self.deployment.replicas[action.name]
+                assert taken.is_standby
+                assert taken.revision == self.deployment.targets[taken.model].revision
+                self.deployment.take(action.name)
             case RetireReplica():
                 victim = self.deployment.replicas[action.name]
                 target_or_none = self.deployment.targets.get(victim.model)
@@ -264,11 +315,21 @@ class DeploymentMachine(RuleBasedStateMachine):
         names = [name for name, replica in self.deployment.replicas.items() if replica.phase in among]
         return data.draw(st.sampled_from(names)) if names else None
 
-    @rule(model=st.sampled_from(MODELS), count=st.integers(0, 3))
-    def scale(self, model: str, count: int) -> None:
+    @rule(model=st.sampled_from(MODELS), count=st.integers(0, 3), standby=st.integers(0, 2))
+    def scale(self, model: str, count: int, standby: int) -> None:
         """0: the model is removed."""
         self.counts = {name: number for name, number in {**self.counts, model: count}.items() if number}
-        self.deployment.scale(self.counts)
+        self.standby = {**self.standby, model: standby}
+        self.deployment.scale(self.counts, self.standby)
+        self.do_all()
+
+    @precondition(lambda self: self.counts)
+    @rule(data=st.data(), count=st.integers(0, 3))
+    def scale_by_load(self, data: st.DataObject, count: int) -> None:
+        """0: the model stays, without a replica."""
+        model = data.draw(st.sampled_from(sorted(self.counts)))
+        self.counts[model] = count
+        self.deployment.scale_model(model, count)
         self.do_all()
 
     @precondition(lambda self: self.counts)
@@ -285,7 +346,7 @@ class DeploymentMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def becomes_ready(self, data: st.DataObject) -> None:
         if name := self.pick(data, ReplicaPhase.STARTING, ReplicaPhase.SERVING):
-            self.deployment.seen(name, is_ready=True)
+            serve(self.deployment, name)
             self.do_all()
 
     @rule(data=st.data())
@@ -314,7 +375,7 @@ class DeploymentMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), allow_outage=st.booleans())
     def drain(self, data: st.DataObject, allow_outage: bool) -> None:
-        if name := self.pick(data, ReplicaPhase.SERVING):
+        if name := self.pick(data, ReplicaPhase.SERVING, ReplicaPhase.STANDBY):
             model = self.deployment.replicas[name].model
             try:
                 self.deployment.drain(name, allow_outage=allow_outage)
@@ -334,13 +395,15 @@ class DeploymentMachine(RuleBasedStateMachine):
                     self.deployment.ended(name)
                 else:
                     self.deployment.started_after_all(name)
-                    self.deployment.seen(name, is_ready=True)
+                    serve(self.deployment, name)
             if not self.deployment.actions() and all(self.deployment.is_converged(model) for model in MODELS):
                 break
-        found = {model: len(self.deployment.of(model)) for model in MODELS}
+        found = {model: len(self.deployment.listed(model)) for model in MODELS}
         assert found == {model: self.counts.get(model, 0) for model in MODELS}
+        standby = {model: len(self.deployment.of(model)) - found[model] for model in MODELS}
+        assert standby == {model: self.standby.get(model, 0) if model in self.counts else 0 for model in MODELS}
         for replica in self.deployment.replicas.values():
-            assert replica.is_ready
+            assert replica.is_ready or replica.phase is ReplicaPhase.STANDBY
         self.deployment.check()
 
 

@@ -25,6 +25,7 @@ from headrace.core.errors import HeadraceError
 from headrace.fleet import supervisor as supervisor_module
 from headrace.fleet.admin import AdminRequests, _AdminServer, _end_of
 from headrace.fleet.admin_listen import AdminAddress
+from headrace.fleet.commands import WriteAudit, not_kept
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.control import FleetControl
 from headrace.fleet.launcher import Child, Failure
@@ -421,6 +422,7 @@ async def scripted_site(
     is_awaited: bool = True,
     has_file: bool = True,
     requests: Sequence[AdminRequests] = (),
+    audit: WriteAudit = not_kept,
     **options: Any,
 ) -> AsyncIterator[ScriptedSite]:
     """A deployment that runs for the length of the block.
@@ -445,7 +447,9 @@ async def scripted_site(
         source = ScriptedSource(config)
 
         def make(on_ready: Callable[[FleetReady], None]) -> Supervisor:
-            return Supervisor(config, launcher=launcher, source=source if has_file else None, requests=requests, on_ready=on_ready)
+            return Supervisor(
+                config, launcher=launcher, source=source if has_file else None, requests=requests, audit=audit, on_ready=on_ready
+            )
 
         site = ScriptedSite(script, launcher, make, source, parent, operator)
         try:

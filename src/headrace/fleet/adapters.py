@@ -18,7 +18,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.model_names import MODEL_NAME
 from headrace.core.regular_files import in_time, read_file
 from headrace.fleet.config import FleetConfig
-from headrace.machine.private_files import check_private_file
+from headrace.machine.private_files import check_private_file, write_private_file
 
 log = logging.getLogger(__name__)
 
@@ -183,12 +183,7 @@ def keep(file: Path | None, model: str, loaded: Mapping[str, str]) -> None:
     data = json.dumps({"adapters": {**others, **({model: dict(loaded)} if loaded else {})}}, indent=1).encode()
     if len(data) > MAX_KEPT_BYTES:
         raise ConfigError(str(file), f"would have more than {MAX_KEPT_BYTES} bytes", "Unload adapters first.")
-    new = file.with_suffix(f".{os.getpid()}.new")
     try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        new.replace(file)
+        write_private_file(file, data)
     except OSError as error:
         raise ConfigError(str(file), f"cannot be written ({error.strerror})", "Free space there, and load the adapter again.") from error

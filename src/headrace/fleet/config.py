@@ -13,7 +13,7 @@ from headrace.core.adapters import MAX_ADAPTERS
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
 from headrace.core.model_names import check_free_name, check_model_names
-from headrace.core.option import Reload, Role, check_options, option, options
+from headrace.core.option import Reload, Role, check_options, option, options, required
 from headrace.core.parallelism import Parallelism
 from headrace.core.strict_decode import NeedsExactlyOne
 from headrace.fleet.admin_listen import AdminListen
@@ -21,6 +21,7 @@ from headrace.fleet.launcher import SECRET_VARIABLES
 from headrace.machine.folders import expanded
 from headrace.observe.logs import LogFormat
 from headrace.policy.deployment import Deployment, RolloutOptions, replica_prefix
+from headrace.policy.scaling.autoscaler import ScalingRules
 
 MAX_REPLICAS = 64
 MAX_TIMEOUT_S = 86_400
@@ -33,9 +34,26 @@ COMMAND = (sys.executable, "-P", "-m", "headrace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRange:
+    """Between which numbers the load decides ([autoscaling.md](autoscaling.md))."""
+
+    max: int = required("Most replicas.", low=1, high=MAX_REPLICAS)
+    min: int = option(
+        1,
+        "Fewest. 0: the last one ends after 15 minutes without a request, and the next request waits until one has loaded.",
+        low=0,
+        high=MAX_REPLICAS,
+    )
+
+    def within(self, num_replicas: int) -> int:
+        return sorted((self.min, num_replicas, self.max))[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """folder     resolved (`fleet.weights.resolve_model`); None: only foreign servers answer
-    replicas   engine processes; none without a folder or beside `remote`
+    replicas   engine processes, at the start where the load decides; none without a folder or beside `remote`
+    autoscale  None: an operator alone decides
     adapters   name -> folder
     """
 
@@ -43,11 +61,21 @@ class ModelSpec:
     folder: Path | None = None
     aliases: tuple[str, ...] = ()
     replicas: int = 1
+    autoscale: ReplicaRange | None = None
+    standby: int = 0
     engine: Mapping[str, object] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
     remote: tuple[Mapping[str, object], ...] = ()
     upstreams: tuple[Mapping[str, object], ...] = ()
     gateway: Mapping[str, object] = field(default_factory=dict)
+
+    def num_wanted(self, before: int | None) -> int:
+        """before: the number until now; None: it is new here"""
+        return self.replicas if self.autoscale is None else self.autoscale.within(self.replicas if before is None else before)
+
+    @property
+    def starts_on_demand(self) -> bool:
+        return self.autoscale is not None and self.autoscale.min == 0
 
     @property
     def num_ranks(self) -> int:
@@ -166,6 +194,13 @@ class FleetConfig(FleetOptions):
         return list(given) if isinstance(given, Mapping) else []
 
     @property
+    def ttft_s(self) -> float:
+        """The shortest goal of a tier; else what a person takes for an immediate answer."""
+        tiers = self.gateway.get("tiers")
+        goals = [tier.get("ttft_ms") for tier in tiers.values() if isinstance(tier, Mapping)] if isinstance(tiers, Mapping) else []
+        return min([float(str(goal)) / 1000 for goal in goals if goal], default=ScalingRules().ttft_s)
+
+    @property
     def adapters_root(self) -> Path | None:
         """Below which operators may load adapters; None: they may not."""
         return None if self.lora_root is None else expanded(self.lora_root).resolve()
@@ -173,8 +208,16 @@ class FleetConfig(FleetOptions):
     @property
     def adapters_file(self) -> Path | None:
         """Where adapters are kept that operators loaded; None without a state folder."""
+        return self._state_file("adapters.json")
+
+    @property
+    def scaling_file(self) -> Path | None:
+        """Where the load of earlier days is kept."""
+        return self._state_file("scaling.json")
+
+    def _state_file(self, name: str) -> Path | None:
         state = self.gateway.get("state")
-        return Path(str(state)) / "adapters.json" if state else None
+        return Path(str(state)) / name if state else None
 
     @property
     def num_gateways(self) -> int:
@@ -205,8 +248,19 @@ def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
         return
     if not 1 <= model.replicas <= MAX_REPLICAS:
         raise ConfigError(f"{where}.replicas", f"{model.replicas} is outside 1..{MAX_REPLICAS}")
+    if model.autoscale is not None:
+        check_options(model.autoscale, f"{where}.autoscale")
+        _check_range(where, model.replicas, model.autoscale)
     if "model" in model.engine:
         raise ConfigError(f"{where}.engine.model", "is not an option here", "The model's folder is `path`.")
+
+
+def _check_range(where: str, replicas: int, autoscale: ReplicaRange) -> None:
+    if autoscale.min > autoscale.max:
+        raise ConfigError(f"{where}.autoscale.min", f"{autoscale.min} is more than max, {autoscale.max}")
+    if replicas > 1 and autoscale.within(replicas) != replicas:
+        remedy = "It is the number to start with: leave it out, or write one between them."
+        raise ConfigError(f"{where}.replicas", f"{replicas} is outside autoscale, {autoscale.min}..{autoscale.max}", remedy)
 
 
 def _check_foreign_names(where: str, model: ModelSpec) -> None:
@@ -271,7 +325,9 @@ class DesiredState:
         self.config = config
         specs = {model.name: model for model in config.models if model.replicas}
         known = {name: self.options.get((name, target.revision)) for name, target in deployment.targets.items()}
-        deployment.scale({name: spec.replicas for name, spec in specs.items()})
+        counts = {name: target.num_replicas for name, target in deployment.targets.items()}
+        wanted = {name: spec.num_wanted(counts.get(name)) for name, spec in specs.items()}
+        deployment.scale(wanted, {name: spec.standby for name, spec in specs.items()})
         anew = []
         for name, spec in specs.items():
             before = known.get(name)

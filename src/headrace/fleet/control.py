@@ -15,6 +15,7 @@ from typing import Protocol
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.sleep import SleepLevel
 from headrace.fleet.adapter_commands import AdapterCommands
+from headrace.fleet.autoscaling import Autoscaling, ProcessActuator
 from headrace.fleet.commands import CommandAudit, CommandSlot, ControlBusy, Hear, ModelProgress, no_operator, say
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig, ModelSpec, check_can_become, with_choices_of_start
 from headrace.fleet.reconciler import Reconciler
@@ -63,6 +64,7 @@ class FleetControl:
         self._drain_all = drain_all
         self._slot = CommandSlot()
         self.adapters = AdapterCommands(reconciler, self._slot)
+        self.autoscaling = Autoscaling(reconciler, ProcessActuator(reconciler, self._slot, self.audit))
 
     async def idle(self) -> None:
         await self._slot.wait_free()
@@ -119,10 +121,14 @@ class FleetControl:
             self._known(model)
             if not 1 <= replicas <= MAX_REPLICAS:
                 raise ConfigError(f"{model}={replicas}", f"{replicas} is outside 1..{MAX_REPLICAS}", "A model is removed in the file.")
+            if (autoscale := next(spec.autoscale for spec in self._reconciler.config.models if spec.name == model)) is not None:
+                reason = f"the load decides, between {autoscale.min} and {autoscale.max}"
+                raise ConfigError(
+                    f"{model}={replicas}", reason, "Change autoscale in the file and reload; without it this command decides."
+                )
 
             def command(deployment: Deployment) -> list[ModelProgress]:
-                counts = {name: target.num_replicas for name, target in deployment.targets.items()}
-                deployment.scale({**counts, model: replicas})
+                deployment.scale_model(model, replicas)
                 return [*self._reconciler.crowded()]
 
             with self._reconciler.progress.heard(hear, [model]):
@@ -215,9 +221,17 @@ class FleetControl:
             "wanted": target.num_replicas,
             "revision": target.revision,
             "rollout": rollout,
+            "autoscale": self._autoscale_status(spec),
             "failure": self._failure_of(model),
             "replicas": [self._replica_status(replica.name) for replica in reconciler.deployment.of(model)],
         }
+
+    def _autoscale_status(self, spec: ModelSpec) -> Mapping[str, object] | None:
+        if spec.autoscale is None:
+            return None
+        scaled = self.autoscaling.models.get(spec.name)
+        reason = "no gateway has reported yet" if scaled is None else "; ".join(filter(None, [scaled.reason, scaled.failure]))
+        return {"min": spec.autoscale.min, "max": spec.autoscale.max, "reason": reason}
 
     def _replica_status(self, name: str) -> Mapping[str, object]:
         reconciler = self._reconciler

@@ -176,7 +176,8 @@ def _gateway_model(model: ModelSpec, replicas: Sequence[ReplicaFiles], unavailab
     listening = [{"name": replica.name, "address": replica.address} for replica in replicas if replica.model == model.name]
     elsewhere = [dict(replica) for replica in model.remote]
     made = {**named, "folder": str(model.folder), "replicas": [*listening, *elsewhere]}
-    return {**made, "unavailable": unavailable} if unavailable else made
+    on_demand = {"starts_on_demand": True} if model.starts_on_demand else {}
+    return {**made, **on_demand, **({"unavailable": unavailable} if unavailable else {})}
 
 
 def _with_drain(config: FleetConfig) -> dict[str, object]:

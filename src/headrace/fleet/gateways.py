@@ -65,6 +65,12 @@ class GatewaysView:
         loads = [status.load for status in self._of(model, replica) if status is not None and status.load is not None]
         return min(loads, key=lambda load: load.age_s, default=None)
 
+    def loads(self, model: str) -> dict[str, ReportedReplicaLoad]:
+        """Replica -> its last report, where every gateway reports it as ready."""
+        names = dict.fromkeys(name for seen in self.of(model) for name in seen.replicas)
+        loads = {name: self.load(model, name) for name in names if self.is_ready(model, name)}
+        return {name: load for name, load in loads.items() if load is not None}
+
     def attempts(self, model: str, replica: str) -> AttemptCounts:
         """Summed over the gateways that answered: the sums are less once a gateway has begun anew."""
         return AttemptCounts.summed(status.attempts for status in self._of(model, replica) if status is not None)

@@ -35,7 +35,7 @@ class FleetFailed(HeadraceError):
 
 
 class ProcessKeeper:
-    """ready: set once a process has served for the first time"""
+    """ready: set once a process has served for the first time; load_s: from its launch until then, of the last one"""
 
     def __init__(self, label: str, launch: Launch, *, start_timeout_s: float = 0.0) -> None:
         """start_timeout_s: until a process that has not served is killed; 0: never"""
@@ -43,6 +43,7 @@ class ProcessKeeper:
         self.ready = asyncio.Event()
         self.facts: dict[str, object] = {}
         self.num_starts = 0
+        self.load_s: float | None = None
         self._launch = launch
         self._child: Child | None = None
         self._stopping = asyncio.Event()
@@ -129,6 +130,7 @@ class ProcessKeeper:
         """Returns the seconds that the process served."""
         loop = asyncio.get_running_loop()
         self.num_starts += 1
+        launched_at = loop.time()
         try:
             self._child = child = await self._launch()
         except OSError as error:
@@ -142,7 +144,7 @@ class ProcessKeeper:
                 child.kill()
             since = loop.time()
             if child.ready.done() and not child.ready.cancelled():
-                self.facts = child.ready.result()
+                self.facts, self.load_s = child.ready.result(), since - launched_at
                 self.ready.set()
             await asyncio.shield(child.exited)
             return loop.time() - since

@@ -31,6 +31,7 @@ from headrace.policy.deployment import (
     RetireReplica,
     RolloutOptions,
     StartReplica,
+    TakeStandby,
 )
 from headrace.wire.leash import ReloadRefused
 
@@ -237,6 +238,9 @@ class Reconciler:
 
     def _note_readiness(self, replica: PlannedReplica, process: ReplicaProcess, now: float) -> None:
         self.deployment.started_after_all(replica.name)
+        if replica.is_standby:
+            self._note_loaded(replica, process)
+            return
         is_ready = self.view.is_ready(replica.model, replica.name) if process.keeper.is_serving else False
         if is_ready is None:
             return
@@ -245,6 +249,11 @@ class Reconciler:
         self.deployment.seen(replica.name, is_ready=is_ready)
         if replica.phase is ReplicaPhase.STARTING and self._is_in_rollout(replica):
             process.give_up_unless_connected(now, CONNECT_TIMEOUT_S, self.view.why_not_ready(replica.model, replica.name))
+
+    def _note_loaded(self, replica: PlannedReplica, process: ReplicaProcess) -> None:
+        if process.has_served and replica.phase is ReplicaPhase.STARTING:
+            self.deployment.loaded(replica.name)
+            self._say(replica.model, f"{replica.name} stands by")
 
     def _is_in_rollout(self, replica: PlannedReplica) -> bool:
         target = self.deployment.targets.get(replica.model)
@@ -284,6 +293,9 @@ class Reconciler:
                 spec = self._desired.options[replica.model, replica.revision]
                 adapters = self.adapters.lists.sources(replica.model)
                 self.processes.make(self.config, self.deployment, replica, spec, action.replaces, adapters)
+            case TakeStandby():
+                self.deployment.take(action.name)
+                self._say(self.deployment.replicas[action.name].model, f"{action.name} stood by, and is listed")
             case RetireReplica():
                 self.deployment.retire(action.name)
             case EndRollout():
@@ -333,9 +345,9 @@ class Reconciler:
         listed = {
             name: [self.processes[replica.name].files for replica in self.deployment.listed(name)] for name in self.deployment.targets
         }
-        unavailable = {
-            name: why_unavailable(self.processes.failures_of(self.deployment.of(name))) for name, files in listed.items() if not files
-        }
+        on_demand = {spec.name for spec in self.config.models if spec.starts_on_demand}
+        failures = {name: self.processes.failures_of(self.deployment.of(name)) for name, files in listed.items() if not files}
+        unavailable = {name: why_unavailable(errors) for name, errors in failures.items() if errors or name not in on_demand}
         return gateway_content(self.config, [each for files in listed.values() for each in files], unavailable)
 
     # -- the start of the deployment -----------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         adapters: Sequence[AdapterSource],
     ) -> None:
         """Raises ConfigError if the file cannot be written."""
-        share, number = self._share(deployment, replaces), next(self._numbers)
+        share, number = self._share(config, deployment, replaces), next(self._numbers)
         files = write_engine_files(config, spec, self._folder, name=replica.name, number=number, share=share, adapters=adapters)
         launch = partial(self._launcher.launch, forward=True, withheld=config.key_variables)
         commands = [(*config.engine_command, "--config", str(path)) for path in files.configs]
@@ -170,10 +170,11 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         keeper = ProcessKeeper(replica.name, partial(launch_ranks, ranks), start_timeout_s=config.start_timeout_s)
         self._by_name[replica.name] = ReplicaProcess(files, spec, share, keeper, self._on_change)
 
-    def _share(self, deployment: Deployment, replaces: str) -> MachineShare:
-        """The share of the replica it replaces, else the first free one."""
-        total = sum(target.num_replicas for target in deployment.targets.values())
-        stay = (ReplicaPhase.STARTING, ReplicaPhase.SERVING)
+    def _share(self, config: FleetConfig, deployment: Deployment, replaces: str) -> MachineShare:
+        """The share of the replica it replaces, else the first free one. Where the load decides, there is one for each that may come."""
+        most = {spec.name: spec.autoscale.max for spec in config.models if spec.autoscale is not None}
+        total = sum(most.get(name, target.num_replicas) + target.num_standby for name, target in deployment.targets.items())
+        stay = (ReplicaPhase.STARTING, ReplicaPhase.STANDBY, ReplicaPhase.SERVING)
         staying = {name for name, replica in deployment.replicas.items() if replica.phase in stay}
         taken = {process.share.index for name, process in self.items() if name != replaces and name in staying}
         wanted = [self[replaces].share.index] if replaces in self else []

@@ -161,7 +161,7 @@ class Supervisor:
             await reconciler.first_service()
             if self._on_ready is not None:
                 self._on_ready(self._ready(reconciler))
-            await asyncio.Event().wait()
+            await control.autoscaling.run()
 
     def _ready(self, reconciler: Reconciler) -> FleetReady:
         processes = reconciler.processes

@@ -1,9 +1,13 @@
-"""Reads files that hold a secret of the wire, after a check that they are closed to other users. The same for a socket's directory."""
+"""Reads files that hold a secret of the wire, after a check that they are closed to other users. The same for a socket's directory.
+
+Writes files that are closed to other users.
+"""
 
 from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.regular_files import MAX_SECRET_BYTES, in_time, read_file
@@ -70,3 +74,13 @@ def read_token(where: str, path: str) -> str:
     if not token.isprintable() or " " in token:
         raise ConfigError(where, f"{path} holds more than one word", "A token is one line without spaces.")
     return token
+
+
+def write_private_file(path: Path, data: bytes) -> None:
+    """Whole or not at all. Raises OSError."""
+    new = path.with_suffix(f".{os.getpid()}.new")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    new.replace(path)

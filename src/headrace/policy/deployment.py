@@ -15,6 +15,8 @@ class ReplicaPhase(StrEnum):
     """The process is loading, or a gateway is not connected to it yet."""
     SERVING = "serving"
     """Every gateway has once reported the replica ready."""
+    STANDBY = "standby"
+    """The process has loaded, and no gateway lists it: a replica that is missing is taken from these."""
     FAILED = "failed"
     DRAINING = "draining"
     """The replica gets no new request. Its streams finish, then its process ends."""
@@ -24,7 +26,8 @@ class ReplicaPhase(StrEnum):
 class PlannedReplica:
     """Its name is never given to another replica.
 
-    is_ready  whether every gateway reported it ready, the last time that all gateways answered
+    is_standby  until it is taken it is in no gateway's list
+    is_ready    whether every gateway reported it ready, the last time that all gateways answered
     """
 
     name: str
@@ -33,6 +36,7 @@ class PlannedReplica:
     revision: int
     replaces: str = ""
     phase: ReplicaPhase = ReplicaPhase.STARTING
+    is_standby: bool = False
     is_ready: bool = False
 
 
@@ -53,6 +57,7 @@ class ModelTarget:
     """rollout: older revisions are being replaced; None: any revision will do"""
 
     num_replicas: int
+    num_standby: int = 0
     revision: int = 0
     rollout: RolloutOptions | None = None
 
@@ -61,6 +66,12 @@ class ModelTarget:
 class StartReplica:
     model: str
     replaces: str = ""
+    is_standby: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TakeStandby:
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +90,7 @@ class EndRollout:
     kept: str = ""
 
 
-DeploymentAction = StartReplica | RetireReplica | EndRollout
+DeploymentAction = StartReplica | TakeStandby | RetireReplica | EndRollout
 
 
 class Deployment:
@@ -103,14 +114,26 @@ class Deployment:
         return [replica for replica in self.replicas.values() if replica.model == model]
 
     def listed(self, model: str) -> list[PlannedReplica]:
-        return [replica for replica in self.of(model) if replica.phase in (ReplicaPhase.STARTING, ReplicaPhase.SERVING)]
+        return [replica for replica in self._live(model) if replica.phase in (ReplicaPhase.STARTING, ReplicaPhase.SERVING)]
 
     def is_converged(self, model: str) -> bool:
+        """A standby need not have loaded."""
         target, replicas = self.targets.get(model), self.of(model)
         if target is None:
             return not replicas
-        phases = {replica.phase for replica in replicas}
-        return target.rollout is None and len(replicas) == target.num_replicas and phases <= {ReplicaPhase.SERVING, ReplicaPhase.FAILED}
+        phases = {replica.phase for replica in replicas if not replica.is_standby}
+        if target.rollout is not None or not phases <= {ReplicaPhase.SERVING, ReplicaPhase.FAILED}:
+            return False
+        return (len(self._live(model)), len(replicas)) == (target.num_replicas, target.num_replicas + target.num_standby)
+
+    def _live(self, model: str) -> list[PlannedReplica]:
+        return [replica for replica in self.of(model) if replica.phase is not ReplicaPhase.DRAINING and not replica.is_standby]
+
+    def _standby(self, model: str) -> list[PlannedReplica]:
+        """In the order in which they are taken."""
+        phases = [ReplicaPhase.STANDBY, ReplicaPhase.STARTING, ReplicaPhase.FAILED]
+        standby = [replica for replica in self.of(model) if replica.is_standby and replica.phase in phases]
+        return sorted(standby, key=lambda replica: (phases.index(replica.phase), replica.number))
 
     def starting(self, model: str) -> list[str]:
         return [replica.name for replica in self.of(model) if replica.phase is ReplicaPhase.STARTING]
@@ -121,20 +144,25 @@ class Deployment:
 
     # -- commands ------------------------------------------------------------------------------------------------------------------
 
-    def scale(self, counts: Mapping[str, int]) -> None:
+    def scale(self, counts: Mapping[str, int], standby: Mapping[str, int] | None = None) -> None:
+        """The models of `counts`, and no other. standby: None: as many as before"""
         for model in [*self.targets]:
             if model not in counts:
                 del self.targets[model]
         for model, count in counts.items():
-            known = self.targets.get(model) or ModelTarget(count, self._next_revision(model))
-            self.targets[model] = replace(known, num_replicas=count)
+            known = self.targets.get(model) or ModelTarget(count, revision=self._next_revision(model))
+            num_standby = known.num_standby if standby is None else standby.get(model, 0)
+            self.targets[model] = replace(known, num_replicas=count, num_standby=num_standby)
+
+    def scale_model(self, model: str, count: int) -> None:
+        self.targets[model] = replace(self.targets[model], num_replicas=count)
 
     def roll_out(self, model: str, options: RolloutOptions) -> int:
         """Returns the new revision. Raises ConfigError where the first step would leave no replica that serves, unless `options` allow
         that."""
         self.drop_failed(model)
-        target, replicas = self.targets[model], [replica for replica in self.of(model) if replica.phase is not ReplicaPhase.DRAINING]
-        if options.max_surge == 0 and not options.allow_outage and replicas and target.num_replicas < 2:
+        target, replicas = self.targets[model], [*self._live(model), *self._standby(model)]
+        if options.max_surge == 0 and not options.allow_outage and self._live(model) and target.num_replicas < 2:
             reason = f"would leave no replica of {model} while its only one is replaced"
             raise ConfigError("--max-surge 0", reason, "Use --max-surge 1 if memory allows two copies, or say --allow-outage.")
         previous = target.rollout.previous if target.rollout is not None else target.revision
@@ -157,7 +185,7 @@ class Deployment:
         if replica.phase is ReplicaPhase.SERVING and not allow_outage and not self._serving_beside(replica):
             reason = f"is the last replica of {replica.model} that serves"
             raise ConfigError(name, reason, f"Add one first (headrace scale {replica.model}=2), or say --allow-outage.")
-        if (target := self.targets.get(replica.model)) is not None:
+        if (target := self.targets.get(replica.model)) is not None and not replica.is_standby:
             self.targets[replica.model] = replace(target, num_replicas=max(0, target.num_replicas - 1))
         self.retire(name)
 
@@ -174,8 +202,16 @@ class Deployment:
         number = self._numbers[prefix]
         self._numbers[prefix] += 1
         made = PlannedReplica(f"{prefix}-{number}", action.model, number, self.targets[action.model].revision, action.replaces)
+        made.is_standby = action.is_standby
         self.replicas[made.name] = made
         return made
+
+    def take(self, name: str) -> None:
+        """A standby gets into the gateways' list."""
+        replica = self.replicas[name]
+        replica.is_standby = False
+        if replica.phase is ReplicaPhase.STANDBY:
+            replica.phase = ReplicaPhase.STARTING
 
     def retire(self, name: str) -> None:
         self.replicas[name].phase = ReplicaPhase.DRAINING
@@ -192,8 +228,13 @@ class Deployment:
 
     # -- events of processes -------------------------------------------------------------------------------------------------------
 
+    def loaded(self, name: str) -> None:
+        """A standby's process."""
+        self.replicas[name].phase = ReplicaPhase.STANDBY
+
     def seen(self, name: str, *, is_ready: bool) -> None:
         replica = self.replicas[name]
+        assert not replica.is_standby, "no gateway lists it"
         if replica.phase not in (ReplicaPhase.STARTING, ReplicaPhase.SERVING):
             return
         replica.is_ready = is_ready
@@ -214,14 +255,25 @@ class Deployment:
 
     def _actions(self, model: str) -> Iterator[DeploymentAction]:
         target, replicas = self.targets.get(model), self.of(model)
-        live = [replica for replica in replicas if replica.phase is not ReplicaPhase.DRAINING]
+        live, standby = self._live(model), self._standby(model)
         if target is None:
-            yield from (RetireReplica(replica.name) for replica in live)
+            yield from (RetireReplica(replica.name) for replica in (*live, *standby))
         elif target.rollout is None:
-            yield from [StartReplica(model)] * (target.num_replicas - len(live))
-            yield from _retired(live, len(live) - target.num_replicas)
+            yield from self._filled(model, target, live, standby)
         else:
+            yield from (RetireReplica(replica.name) for replica in standby)  # of an older revision; their memory is for the successors
             yield from self._rollout(model, target, target.rollout, live, num_processes=len(replicas))
+
+    def _filled(
+        self, model: str, target: ModelTarget, live: list[PlannedReplica], standby: list[PlannedReplica]
+    ) -> Iterator[DeploymentAction]:
+        num_missing = target.num_replicas - len(live)
+        num_taken = min(max(0, num_missing), len(standby))
+        yield from (TakeStandby(replica.name) for replica in standby[:num_taken])
+        yield from [StartReplica(model)] * (num_missing - num_taken)
+        yield from _retired(live, -num_missing)
+        yield from [StartReplica(model, is_standby=True)] * (target.num_standby - len(standby) + num_taken)
+        yield from (RetireReplica(replica.name) for replica in standby[num_taken + target.num_standby :])
 
     def _rollout(
         self, model: str, target: ModelTarget, options: RolloutOptions, live: list[PlannedReplica], *, num_processes: int
@@ -283,8 +335,10 @@ class Deployment:
             assert name == replica.name
             assert replica.number < self._numbers[replica_prefix(replica.model)], "a name could be given again"
             assert not replica.is_ready or replica.phase is ReplicaPhase.SERVING
+            assert not replica.is_standby or replica.phase is not ReplicaPhase.SERVING
+            assert replica.is_standby or replica.phase is not ReplicaPhase.STANDBY
         for model, target in self.targets.items():
-            assert target.num_replicas >= 0
+            assert min(target.num_replicas, target.num_standby) >= 0
             assert target.revision < self._revisions[model]
 
 

@@ -148,10 +148,10 @@ def test_where_none_serves_no_report_is_missed_and_what_waits_has_a_replica() ->
     scaler = Autoscaler(replace(RULES, min_replicas=0), 0)
     nobody = ScalingFacts(num_serving=0, num_arrived=0, num_finished=0, num_tokens=0, age_s=math.inf)
     assert scaler.decide(nobody, 0.0).num_replicas == 1, "nothing is known of the minutes before"
-    assert scaler.decide(nobody, IDLE_S + 300.0).num_replicas == 0
-    decision = scaler.decide(replace(nobody, num_arrived=1, num_waiting=1), IDLE_S + 305.0)
+    assert scaler.decide(nobody, IDLE_S + 5.0).num_replicas == 0
+    decision = scaler.decide(replace(nobody, num_arrived=1, num_waiting=1), IDLE_S + 10.0)
     assert (decision.num_replicas, decision.reason) == (1, "1 request waits")
-    assert scaler.decide(replace(nobody, num_arrived=1, num_waiting=1), IDLE_S + 310.0).num_replicas == 1, "while it loads"
+    assert scaler.decide(replace(nobody, num_arrived=1, num_waiting=1), IDLE_S + 15.0).num_replicas == 1, "while it loads"
 
 
 def test_what_came_on_earlier_days_is_there_before_it_comes() -> None:

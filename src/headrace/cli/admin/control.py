@@ -179,6 +179,8 @@ def _shown_model(model: Mapping[str, Any]) -> list[str]:
     rollout = ", a rollout is under way" if model["rollout"] else ""
     state = f"{ready} of {model['wanted']} replicas ready, revision {model['revision']}{rollout}"
     lines = [f"{model['name']}: {', '.join([state, *upstreams])}"]
+    if scaled := model["autoscale"]:
+        lines.append(f"  by its load, {scaled['min']} to {scaled['max']}: {scaled['reason']}")
     lines += map(_shown_replica, model["replicas"])
     is_shown = any(replica["reason"] and replica["reason"] in model["failure"] for replica in model["replicas"])
     return lines if is_shown or not model["failure"] else [*lines, f"  {model['failure']}"]

@@ -14,7 +14,7 @@ from headrace.core.model_names import name_of_file
 from headrace.core.option import Reload, Role, check_options, mapping, option, required, section
 from headrace.core.strict_decode import NeedsExactlyOne, plain
 from headrace.engine.config import EngineConfig, FindGpus
-from headrace.fleet.config import MAX_REPLICAS, FleetConfig, FleetOptions, ModelSpec
+from headrace.fleet.config import MAX_REPLICAS, FleetConfig, FleetOptions, ModelSpec, ReplicaRange
 from headrace.fleet.weights import HUB_ID, resolve_adapter
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.ledger.config import UsageConfig
@@ -98,6 +98,17 @@ class ModelSection:
     replicas: int = option(
         1, "Engine processes, each with its own copy of the weights: more throughput, more memory.", low=1, high=MAX_REPLICAS
     )
+    autoscale: ReplicaRange | None = option(
+        None, "The load decides how many engines there are; `replicas` is the number to start with.", role=Role.OPERATOR
+    )
+    standby: int = option(
+        0,
+        "Further engines that have loaded and get no request: one takes the place of a start when a replica is added, and another one is "
+        "started. Each has its own copy of the weights.",
+        low=0,
+        high=MAX_REPLICAS,
+        role=Role.OPERATOR,
+    )
     adapters: dict[str, str] = mapping(
         "LoRA adapters of its engines: the name that clients ask for -> a folder as PEFT saves it, or the name of a bundled one. They set "
         "`enable_lora`. A reload changes them in engines that run, and reads their folders again; the flag is `NAME=FOLDER ...`, or vLLM's "
@@ -135,9 +146,14 @@ class ModelSection:
         return self.replicas if self.engine is not None else 0
 
     @property
+    def max_engines(self) -> int:
+        """Those that stand by are included."""
+        return 0 if self.engine is None else self.standby + (self.replicas if self.autoscale is None else self.autoscale.max)
+
+    @property
     def num_replicas(self) -> int:
-        """Engines started elsewhere are included."""
-        return self.num_engines + (len(self.remote.replicas) if self.remote is not None else 0)
+        """The most that may answer. Engines started elsewhere are included."""
+        return self.max_engines + (len(self.remote.replicas) if self.remote is not None else 0)
 
     @property
     def served_name(self) -> str:
@@ -233,10 +249,17 @@ class ServeConfig(FleetOptions):
         del gateway["models"], gateway["timeouts"]["drain_s"]
         models = []
         for model in self.models:
-            spec = ModelSpec(name=model.served_name, aliases=model.aliases, replicas=model.num_engines, gateway=model.of_gateway)
+            spec = ModelSpec(
+                name=model.served_name,
+                aliases=model.aliases,
+                replicas=model.num_engines,
+                autoscale=model.autoscale,
+                standby=model.standby,
+                gateway=model.of_gateway,
+            )
             if model.engine is not None:
                 engine = model.engine_options(resolve)
-                options = plain(divide(engine, Path(engine.model), sum(each.num_engines for each in self.models)))
+                options = plain(divide(engine, Path(engine.model), sum(each.max_engines for each in self.models)))
                 folders = {name: str(resolve_adapter(path)) for name, path in model.adapters.items()}
                 spec = replace(spec, folder=Path(options.pop("model")), engine=options, adapters=folders)
             elif model.remote is not None:
@@ -250,9 +273,10 @@ class ServeConfig(FleetOptions):
 def _checked_model(where: str, model: ModelSection, find: FindGpus) -> ModelSection:
     _check_answers(where, model)
     check_options(model, where)
-    if model.engine is None and model.replicas != 1:
-        reason = "counts engines that are started here, and this model has none"
-        raise ConfigError(f"{where}.replicas", reason, "Leave it out beside upstreams and remote.")
+    for name, default in (("replicas", 1), ("autoscale", None), ("standby", 0)):
+        if model.engine is None and getattr(model, name) != default:
+            reason = "counts engines that are started here, and this model has none"
+            raise ConfigError(f"{where}.{name}", reason, "Leave it out beside upstreams and remote.")
     if model.engine is None and model.adapters:
         reason = "are of engines that are started here, and this model has none"
         raise ConfigError(f"{where}.adapters", reason, "Give them to `headrace engine --lora-modules`.")

@@ -37,7 +37,7 @@ SHRINK_RATE, SHRINK_FILL = 0.8, 0.5
 grow faster than the load, since steps with more of them take longer.
 """
 IDLE_S = 900.0
-"""Without any request for so long, the last replica of a model goes that may have none."""
+"""Without any request for so long the last replica of a model goes that may have none; `settle_s` and MIN_DRAIN_S where that is longer."""
 CHANCE = 3.0
 """Standard deviations."""
 FULL_S = 15.0
@@ -201,10 +201,11 @@ class Autoscaler:
         return wishes
 
     def _at_least(self, facts: ScalingFacts, now: float) -> ScalingDecision:
-        if now - self._last_request_at < IDLE_S or facts.num_waiting:
+        idle_s = now - self._last_request_at
+        if idle_s < max(MIN_DRAIN_S, IDLE_S - self.rules.settle_s) or facts.num_waiting:
             waiting = f"{counted(facts.num_waiting, 'request')} {'waits' if facts.num_waiting == 1 else 'wait'}"
             return ScalingDecision(1, waiting if facts.num_waiting else "requests came in the last minutes")
-        return ScalingDecision(0, f"no request came for {IDLE_S / 60:.0f} minutes")
+        return ScalingDecision(0, f"no request came for {idle_s / 60:.0f} minutes")
 
     def _by_rate(self, facts: ScalingFacts, replica_rate: float, now: float) -> ScalingDecision:
         ahead_s, come = self.rules.load_s, self._arrival_rate

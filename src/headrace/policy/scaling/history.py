@@ -15,14 +15,24 @@ UNKNOWN = -1.0
 
 
 class ArrivalHistory:
-    """Requests per second, in slots of the day and of the week. 1,152 numbers."""
+    """Requests per second, in slots of the day and of the week: 1,152 numbers.
+
+    days, weeks: by slot; UNKNOWN where none was seen
+    """
 
     def __init__(self) -> None:
-        self._days = [UNKNOWN] * SLOTS_PER_DAY
-        self._weeks = [UNKNOWN] * SLOTS_PER_WEEK
+        self.days = [UNKNOWN] * SLOTS_PER_DAY
+        self.weeks = [UNKNOWN] * SLOTS_PER_WEEK
         self._slot = math.nan
         self._num_arrived = 0.0
         self._since = math.nan
+
+    @staticmethod
+    def of(days: object, weeks: object) -> ArrivalHistory:
+        """What an earlier one had. Raises ValueError where it is none."""
+        made = ArrivalHistory()
+        made.days, made.weeks = _rates(days, SLOTS_PER_DAY), _rates(weeks, SLOTS_PER_WEEK)
+        return made
 
     def add(self, num_arrived: float, now: float) -> None:
         """num_arrived: since the last call; now: seconds since 1970, so that days begin where they begin in UTC"""
@@ -39,14 +49,21 @@ class ArrivalHistory:
 
     def _expected_in(self, slot: int) -> float:
         """As a week ago where that is known: weekends differ."""
-        week = self._weeks[slot % SLOTS_PER_WEEK]
-        return max(0.0, week if week != UNKNOWN else self._days[slot % SLOTS_PER_DAY])
+        week = self.weeks[slot % SLOTS_PER_WEEK]
+        return max(0.0, week if week != UNKNOWN else self.days[slot % SLOTS_PER_DAY])
 
     def _close(self, now: float) -> None:
         """A slot that was not seen whole, as the first one, tells nothing."""
         if math.isnan(self._slot) or self._since - self._slot * SLOT_S > SLOT_S / 10 or now - self._since > 1.5 * SLOT_S:
             return
         rate = self._num_arrived / SLOT_S
-        for kept in (self._days, self._weeks):
+        for kept in (self.days, self.weeks):
             index = int(self._slot) % len(kept)
             kept[index] = rate if kept[index] == UNKNOWN else kept[index] + RECENT_SHARE * (rate - kept[index])
+
+
+def _rates(given: object, count: int) -> list[float]:
+    rates = [float(each) for each in given] if isinstance(given, list) and all(type(each) in (int, float) for each in given) else []
+    if len(rates) != count or not all(rate == UNKNOWN or 0.0 <= rate < math.inf for rate in rates):
+        raise ValueError(f"not {count} rates")
+    return rates
