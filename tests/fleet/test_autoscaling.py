@@ -77,6 +77,7 @@ async def test_a_spike_brings_replicas_and_they_leave_when_it_is_over(caplog: py
         assert len(listed(site)) == 3, "a pause of the load is not its end"
         await asyncio.sleep(3 * SOON_S)
         assert len(listed(site)) == 1
+        assert site.written["models"][0]["num_wanted"] == 1
         await site.all_serving()
     reason = "for 300 s no more were needed; requests came in the last minutes"
     assert f"tiny: 1 replica instead of 3: {reason}" in caplog.messages

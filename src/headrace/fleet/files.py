@@ -156,13 +156,20 @@ def write_gateway_file(content: Mapping[str, object], folder: Path) -> Path:
 
 
 def gateway_content(
-    config: FleetConfig, replicas: Sequence[ReplicaFiles] = (), unavailable: Mapping[str, str] | None = None
+    config: FleetConfig,
+    replicas: Sequence[ReplicaFiles] = (),
+    unavailable: Mapping[str, str] | None = None,
+    num_wanted: Mapping[str, int] | None = None,
 ) -> dict[str, object]:
     """Raises ConfigError.
 
     unavailable  model -> reason, in words that clients may read
+    num_wanted   model -> replicas
     """
     models = [_gateway_model(model, replicas, (unavailable or {}).get(model.name, "")) for model in config.models]
+    for model in models:
+        if (count := (num_wanted or {}).get(str(model["name"]))) is not None:
+            model["num_wanted"] = count
     salt_key = site_secret(config.site_key, SALTS)
     return {**config.gateway, "models": models, "timeouts": _with_drain(config), "salt_key": salt_key}
 

@@ -48,7 +48,7 @@ def _kept(model: Mapping[str, object]) -> KeptScaling:
 
 
 def keep_scaling(file: Path | None, models: Mapping[str, KeptScaling]) -> None:
-    """Of MAX_KEPT_MODELS at most. A file that cannot be written is logged."""
+    """At most MAX_KEPT_MODELS. A file that cannot be written is logged."""
     if file is None:
         return
     kept = {

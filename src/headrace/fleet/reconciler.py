@@ -348,7 +348,8 @@ class Reconciler:
         on_demand = {spec.name for spec in self.config.models if spec.starts_on_demand}
         failures = {name: self.processes.failures_of(self.deployment.of(name)) for name, files in listed.items() if not files}
         unavailable = {name: why_unavailable(errors) for name, errors in failures.items() if errors or name not in on_demand}
-        return gateway_content(self.config, [each for files in listed.values() for each in files], unavailable)
+        num_wanted = {name: target.num_replicas for name, target in self.deployment.targets.items()}
+        return gateway_content(self.config, [each for files in listed.values() for each in files], unavailable, num_wanted)
 
     # -- the start of the deployment -----------------------------------------------------------------------------------------------
 

@@ -239,6 +239,7 @@ def _connect_metrics(app: Gateway, models: SiteModels) -> None:
     metrics.read_process(lambda: process_memory().resident)
     metrics.read_engines(models.readings)
     metrics.read_held(models.num_held)
+    metrics.read_wanted(models.num_wanted)
     metrics.read_upstreams(models.upstream_readings)
     metrics.read_text(service.text_pool.reading)
     metrics.requests_open.set_function(lambda: service.open_requests.num_open)

@@ -107,6 +107,13 @@ def _held_families(num_held: Mapping[str, int]) -> Iterator[Metric]:
     yield held
 
 
+def _wanted_families(num_wanted: Mapping[str, int]) -> Iterator[Metric]:
+    wanted = GaugeMetricFamily("headrace_replicas_wanted", "Replicas that the supervisor wants of a model.", labels=("model",))
+    for model, count in num_wanted.items():
+        wanted.add_metric((model,), count)
+    yield wanted
+
+
 def _ready_families(readings: Iterable[ReplicaReading]) -> Iterator[Metric]:
     ready = GaugeMetricFamily("headrace_replica_ready", "1 while the replica answers and its loop turns.", labels=LABELS)
     for reading in readings:
@@ -307,6 +314,9 @@ class Metrics:
 
     def read_held(self, num_held: Callable[[], Mapping[str, int]]) -> None:
         self.registry.register(ReadCollector(_held_families, num_held))
+
+    def read_wanted(self, num_wanted: Callable[[], Mapping[str, int]]) -> None:
+        self.reported.register(ReadCollector(_wanted_families, num_wanted))
 
     def read_upstreams(self, readings: Callable[[], Iterable[UpstreamReading]]) -> None:
         self.registry.register(ReadCollector(upstream_families, readings))

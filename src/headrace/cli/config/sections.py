@@ -147,7 +147,7 @@ class ModelSection:
 
     @property
     def max_engines(self) -> int:
-        """Those that stand by are included."""
+        """Including the standby ones."""
         return 0 if self.engine is None else self.standby + (self.replicas if self.autoscale is None else self.autoscale.max)
 
     @property

@@ -155,7 +155,7 @@ class ModelOpener:
 
     def _changed(self, model: OpenModel, config: ModelConfig) -> ServedModel:
         """The same object if only replicas changed, else a new one with the same users."""
-        if replace(config, replicas=()) == replace(model.config, replicas=()):
+        if replace(config, replicas=(), num_wanted=None) == replace(model.config, replicas=(), num_wanted=None):
             return model.served
         upstream = model.served.upstream
         if model.pool is not None and model.text is not None:

@@ -94,6 +94,9 @@ class SiteModels:
     def num_held(self) -> Mapping[str, int]:
         return {name: model.served.upstream.num_held for name, model in self.models.items()}
 
+    def num_wanted(self) -> Mapping[str, int]:
+        return {name: model.config.num_wanted for name, model in self.models.items() if model.config.num_wanted is not None}
+
     def upstream_readings(self) -> Iterator[UpstreamReading]:
         upstreams = [model.foreign for model in (*self.models.values(), *self._leaving)]
         return _one_of_each(reading for upstream in upstreams if upstream is not None for reading in upstream.readings())

@@ -102,6 +102,7 @@ class ModelConfig:
     """upstreams    foreign servers: they answer all requests, or beside `replicas` those that no replica takes
     unavailable  why the model has no replica now, in words that clients may read; only with empty `replicas`
     starts_on_demand  with empty `replicas`, requests wait: one is started for them
+    num_wanted   replicas that the supervisor wants, for the metrics page; None: they run elsewhere
 
     tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: chosen by the chat template
     """
@@ -116,6 +117,7 @@ class ModelConfig:
     fallbacks: Fallbacks = NO_FALLBACKS
     unavailable: str = ""
     starts_on_demand: bool = False
+    num_wanted: int | None = None
 
 
 def check_models(models: tuple[ModelConfig, ...]) -> None:
