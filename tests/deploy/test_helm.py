@@ -276,7 +276,7 @@ def exported() -> set[str]:
         num_running=1, num_waiting=1, kv_blocks_free=1, kv_blocks_cached=1, kv_blocks_used=1, kv_blocks_total=3, counters=EngineCounters()
     )
     metrics = Metrics()
-    metrics.read_engines(lambda: [ReplicaReading("m", "m-0", True, load)])
+    metrics.read_engines(lambda: [ReplicaReading("m", "m-0", True, load, block_size=16)])
     page = metrics.page(tenants=NO_TENANT)[0].decode()
     return {sample.name for family in text_string_to_metric_families(page) for sample in family.samples}
 
@@ -333,7 +333,7 @@ def test_a_picker_finds_the_gauges_of_its_protocol() -> None:
     objects = made_of("picker")
     spec = objects["InferencePool"]["spec"]
     assert objects["Deployment"]["spec"]["template"]["metadata"]["labels"]["llm-d.ai/engine-type"] == "vllm"
-    assert {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"} <= exported()
+    assert set(re.findall(r"`(vllm:\w+)`", page_section("Endpoint pickers"))) <= exported()
     assert spec["targetPorts"] == [{"number": port["containerPort"]} for port in pod_of(objects)["containers"][0]["ports"]]
     assert spec["endpointPickerRef"] == {"name": "llama-epp", "port": {"number": 9002}, "failureMode": "FailOpen"}
     assert "llm-d.ai/engine-type" not in made_of("gpu")["Deployment"]["spec"]["template"]["metadata"]["labels"]
@@ -354,6 +354,11 @@ def test_claims_and_folders_of_the_node_take_the_place_of_what_ends_with_the_pod
     assert volume("folder", "state") == {"persistentVolumeClaim": {"claimName": "headrace-state"}}
     strategies = [made_of(name)["Deployment"]["spec"]["strategy"]["type"] for name in ("", "folder")]
     assert strategies == ["RollingUpdate", "Recreate"], "two pods never share a state folder"
+
+
+def page_section(title: str) -> str:
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    return page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 def test_every_value_is_on_the_page() -> None:

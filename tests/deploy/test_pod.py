@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -75,6 +76,7 @@ def test_it_answers_with_the_variables_and_the_volumes_of_the_pod(folder: Path) 
         check_confined(process.pid, user)
         assert "Paris" in answer(port)
         assert "vllm:num_requests_waiting{" in get(port, "/metrics"), "without a key"
+        assert re.search(r'vllm:cache_config_info{block_size="[1-9]\d*",[^}]*num_gpu_blocks="[1-9]\d*"} 1', get(port, "/metrics"))
         process.send_signal(signal.SIGTERM)
         assert process.wait(STOP_S) == 0
         assert list(mounts["/var/lib/headrace"].rglob("*.db"))

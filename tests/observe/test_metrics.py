@@ -89,6 +89,13 @@ def test_the_pool_of_adapters_is_shown_of_engines_that_have_adapters() -> None:
         assert [value(metrics, name, model="m", replica=replica) for replica in ("r0", "r1")] == [shown, None]
 
 
+def test_the_size_of_a_kv_cache_is_in_labels_once_the_engine_has_said_hello() -> None:
+    metrics = Metrics()
+    metrics.read_engines(lambda: [ReplicaReading("m", "r0", True, LOAD, block_size=16), ReplicaReading("m", "r1", True, LOAD)])
+    labels = {"model_name": "m", "block_size": "16", "num_gpu_blocks": "10"}
+    assert [value(metrics, "vllm:cache_config_info", engine=engine, **labels) for engine in ("r0", "r1")] == [1, None]
+
+
 def test_engine_counters_are_read_not_added() -> None:
     metrics = filled()
     for _ in range(3):

@@ -29,7 +29,7 @@ from headrace.observe.reading_metrics import (
 )
 from headrace.observe.tally import CountCollector, ReadCollector, TallyCollector, add_histogram
 from headrace.observe.tenant_metrics import EVERY_TENANT, ShownTenants, TenantMetrics
-from headrace.observe.vllm_metrics import LORA_INFO, vllm_families
+from headrace.observe.vllm_metrics import CACHE_INFO, LORA_INFO, vllm_families
 
 WORKER = "worker"
 
@@ -49,6 +49,7 @@ class ReplicaReading:
     replica: str
     is_ready: bool
     snapshot: LoadSnapshot | None
+    block_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ def _engine_families(readings: Iterable[ReplicaReading]) -> Iterator[Metric]:
     yield from _counters(known)
     yield _steps(known)
     yield from _adapters(known)
+    yield from _cache_config(known)
 
 
 GAUGES = (
@@ -179,6 +181,16 @@ def _adapters(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metr
         if snapshot.max_loras:
             names = [",".join(adapters) for adapters in (snapshot.running_adapters, snapshot.waiting_adapters)]
             family.add_metric((reading.model, reading.replica, str(snapshot.max_loras), *names), time.time())
+    if family.samples:
+        yield family
+
+
+def _cache_config(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metric]:
+    """As vLLM has it, for the Gateway API's pickers: the facts are labels."""
+    family = GaugeMetricFamily(CACHE_INFO, "The KV cache; always 1.", labels=("model_name", "engine", "block_size", "num_gpu_blocks"))
+    for reading, snapshot in known:
+        if reading.block_size:
+            family.add_metric((reading.model, reading.replica, str(reading.block_size), str(snapshot.kv_blocks_total)), 1)
     if family.samples:
         yield family
 

@@ -25,7 +25,7 @@ KV_BLOCKS, KV_USAGE = "headrace_kv_blocks", ("vllm:kv_cache_usage_perc", "vllm:g
 FINISHED = "vllm:request_success"
 REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}
 
-LORA_INFO = "vllm:lora_requests_info"
+LORA_INFO, CACHE_INFO = "vllm:lora_requests_info", "vllm:cache_config_info"
 
 LABELS = {"model": "model_name", "replica": "engine", "reason": "finished_reason"}
 

@@ -359,6 +359,7 @@ class ReplicaHealth:
     is_foreign  a foreign server: its state is shown, and it counts as ready for /ready
     is_failing  the circuit is open: requests failed lately, and new ones are sent only if no other replica is left
     attempts    grow with it; None of a foreign server
+    block_size  of its KV blocks; 0: not known
     """
 
     name: str
@@ -371,6 +372,7 @@ class ReplicaHealth:
     has_tried: bool = True
     is_failing: bool = False
     attempts: AttemptCounts | None = None
+    block_size: int = 0
 
     @property
     def is_missing(self) -> bool:

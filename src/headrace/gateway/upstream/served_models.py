@@ -82,7 +82,7 @@ class ServedModel:
 
     def readings(self) -> Iterator[ReplicaReading]:
         for replica in (*self.upstream.replicas(), *self.upstream.retired_replicas()):
-            yield ReplicaReading(self.name, replica.name, not replica.reason, replica.load)
+            yield ReplicaReading(self.name, replica.name, not replica.reason, replica.load, replica.block_size)
 
 
 class NamedModels(NamedTuple):

@@ -218,6 +218,7 @@ class Replica:
             has_tried=connection.has_tried,
             is_failing=not self.circuit.breaker.can_send(now),
             attempts=self.circuit.attempts,
+            block_size=connection.info.model.block_size if connection.info is not None else 0,
         )
 
     def candidate(self, lowest: PriorityClass = PriorityClass.BATCH, *, cached_tokens: int = 0, adapter: str | None = None) -> Candidate:
