@@ -221,6 +221,9 @@ FLOORS: dict[str, Floor] = {
         ("aiohttp", "msgspec"),
     ),
     "headrace.fleet": Floor((*GROUND, *_ours("policy")), (), ("aiohttp", "cryptography")),
+    "headrace.fleet.kubernetes": Floor((*GROUND, *_ours("fleet")), ("aiohttp",)),
+    "headrace.fleet.kubernetes.endpoints": Floor(),
+    "headrace.fleet.kubernetes.service": Floor(_ours("core")),
     "headrace.fleet.weights": Floor(
         _ours("core", "machine", "bundled", "registry", "tensor.checkpoint.gguf.folder", "tensor.checkpoint.gguf.paths"),
         (),

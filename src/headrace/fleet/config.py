@@ -17,6 +17,7 @@ from headrace.core.option import Reload, Role, check_options, option, options, r
 from headrace.core.parallelism import Parallelism
 from headrace.core.strict_decode import NeedsExactlyOne
 from headrace.fleet.admin_listen import AdminListen
+from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.launcher import SECRET_VARIABLES
 from headrace.machine.folders import expanded
 from headrace.observe.logs import LogFormat
@@ -51,10 +52,11 @@ class ReplicaRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """folder     resolved (`fleet.weights.resolve_model`); None: only foreign servers answer
-    replicas   engine processes, at the start where the load decides; none without a folder or beside `remote`
-    autoscale  None: an operator alone decides
-    adapters   name -> folder
+    """folder      resolved (`fleet.weights.resolve_model`); None: only foreign servers answer
+    replicas    engine processes, at the start where the load decides; none without a folder or beside `remote`
+    autoscale   None: an operator alone decides
+    adapters    name -> folder
+    kubernetes  the engines are its pods; `remote` then has one entry, for what all of them have alike
     """
 
     name: str
@@ -66,6 +68,7 @@ class ModelSpec:
     engine: Mapping[str, object] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
     remote: tuple[Mapping[str, object], ...] = ()
+    kubernetes: KubernetesService | None = None
     upstreams: tuple[Mapping[str, object], ...] = ()
     gateway: Mapping[str, object] = field(default_factory=dict)
 

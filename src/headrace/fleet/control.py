@@ -18,6 +18,7 @@ from headrace.fleet.adapter_commands import AdapterCommands
 from headrace.fleet.autoscaling import Autoscaling, ProcessActuator
 from headrace.fleet.commands import CommandAudit, CommandSlot, ControlBusy, Hear, ModelProgress, no_operator, say
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig, ModelSpec, check_can_become, with_choices_of_start
+from headrace.fleet.kubernetes.service import check_in_pod
 from headrace.fleet.reconciler import Reconciler
 from headrace.policy.deployment import Deployment, RolloutOptions
 from headrace.wire.listening import shown_host
@@ -97,6 +98,7 @@ class FleetControl:
             before = self._reconciler.config
             config = with_choices_of_start(before, await asyncio.to_thread(source.read))
             deployment = self._reconciler.deployment
+            check_in_pod(spec.kubernetes for spec in config.models)
             check_can_become(before, config, served=[model for model in deployment.targets if deployment.listed(model)])
             for line in source.differences():
                 say(hear, line)
@@ -210,7 +212,10 @@ class FleetControl:
     def _model_status(self, spec: ModelSpec) -> dict[str, object]:
         reconciler, model = self._reconciler, spec.name
         target = reconciler.deployment.targets.get(model)
-        upstreams = [*(str(engine["address"]) for engine in spec.remote), *(str(upstream["url"]) for upstream in spec.upstreams)]
+        upstreams = [
+            *(str(engine["address"]) for engine in reconciler.with_found(spec).remote),
+            *(str(upstream["url"]) for upstream in spec.upstreams),
+        ]
         if target is None:
             return {"name": model, "served": "elsewhere", "upstreams": upstreams, "failure": reconciler.view.why_refused(model)}
         rollout = None if target.rollout is None else {"max_surge": target.rollout.max_surge, "allow_outage": target.rollout.allow_outage}

@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.core.errors import ConfigError, HeadraceError, counted
 from headrace.fleet.adapters import read_lists
 from headrace.fleet.commands import ModelProgress, Progress
-from headrace.fleet.config import DesiredState, FleetConfig
+from headrace.fleet.config import DesiredState, FleetConfig, ModelSpec
 from headrace.fleet.engine_adapters import EngineAdapters
 from headrace.fleet.files import gateway_content
 from headrace.fleet.gateways import GatewayFile, GatewayGroup, GatewaysView, TextRefused, why_unavailable
+from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.launcher import Launcher
 from headrace.fleet.replica_processes import ReplicaProcess, ReplicaProcesses
 from headrace.machine.resources import why_crowded
@@ -51,6 +53,7 @@ CONNECT_TIMEOUT_S = 60.0
 class Reconciler:
     """processes  replica's name -> its process, until the process has ended
     failures   model -> why its last rollout ended early
+    found      Service -> name, address and tls_name of the engines in its pods
     """
 
     def __init__(self, config: FleetConfig, folder: Path, launcher: Launcher, gateways: GatewayGroup) -> None:
@@ -63,6 +66,7 @@ class Reconciler:
         for line in self.adapters.lists.lines():
             log.warning("%s", line)
         self.failures: dict[str, str] = {}
+        self.found: dict[KubernetesService, Sequence[Mapping[str, object]]] = {}
         self.gateways = gateways
         self.progress = Progress()
         self.view = GatewaysView()
@@ -161,6 +165,20 @@ class Reconciler:
 
         await self.change(command)
 
+    @property
+    def services(self) -> Set[KubernetesService]:
+        return {spec.kubernetes for spec in self.config.models if spec.kubernetes is not None}
+
+    def find(self, service: KubernetesService, engines: Sequence[Mapping[str, object]]) -> None:
+        self.found[service] = engines
+        self._wake.set()
+
+    def with_found(self, spec: ModelSpec) -> ModelSpec:
+        if spec.kubernetes is None:
+            return spec
+        [alike] = spec.remote
+        return replace(spec, remote=tuple({**alike, **engine} for engine in self.found.get(spec.kubernetes, ())))
+
     async def look(self) -> None:
         self.view = await self.gateways.view()
 
@@ -201,7 +219,8 @@ class Reconciler:
 
     async def _sleep(self, pause_s: float) -> None:
         try:
-            async with asyncio.timeout(pause_s if self._is_busy() and not self._is_frozen else None):
+            is_waiting = self._is_busy() or pause_s > POLL_S
+            async with asyncio.timeout(pause_s if is_waiting and not self._is_frozen else None):
                 await self._wake.wait()
         except TimeoutError:
             return
@@ -345,11 +364,14 @@ class Reconciler:
         listed = {
             name: [self.processes[replica.name].files for replica in self.deployment.listed(name)] for name in self.deployment.targets
         }
-        on_demand = {spec.name for spec in self.config.models if spec.starts_on_demand}
+        models = tuple(map(self.with_found, self.config.models))
+        on_demand = {spec.name for spec in models if spec.starts_on_demand}
         failures = {name: self.processes.failures_of(self.deployment.of(name)) for name, files in listed.items() if not files}
+        failures |= {spec.name: [] for spec in models if spec.kubernetes is not None and not spec.remote}
         unavailable = {name: why_unavailable(errors) for name, errors in failures.items() if errors or name not in on_demand}
         num_wanted = {name: target.num_replicas for name, target in self.deployment.targets.items()}
-        return gateway_content(self.config, [each for files in listed.values() for each in files], unavailable, num_wanted)
+        files = [each for of_model in listed.values() for each in of_model]
+        return gateway_content(replace(self.config, models=models), files, unavailable, num_wanted)
 
     # -- the start of the deployment -----------------------------------------------------------------------------------------------
 

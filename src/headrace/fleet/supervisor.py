@@ -25,6 +25,7 @@ from headrace.fleet.control import ConfigSource, FleetControl, reloading_when_as
 from headrace.fleet.files import run_dir
 from headrace.fleet.gateways import GatewayGroup, reserved_port
 from headrace.fleet.keeper import ProcessKeeper
+from headrace.fleet.kubernetes.service import check_in_pod
 from headrace.fleet.launcher import Launcher, ProcessLauncher
 from headrace.fleet.reconciler import Reconciler
 from headrace.machine.folders import expanded
@@ -107,6 +108,7 @@ class Supervisor:
 
     async def run(self) -> FleetExit:
         """Raises ConfigError or FleetFailed if nothing can be served. Leaves no process behind."""
+        check_in_pod(spec.kubernetes for spec in self._config.models)
         reload = asyncio.Event()
         self._admin = None if self._config.admin is None else self._config.admin.opened()
         with (
@@ -131,7 +133,8 @@ class Supervisor:
         reconciling = asyncio.create_task(reconciler.run(), name="reconciler")
         watching = asyncio.create_task(HangWatch(reconciler).run(), name="hang watch")
         controlling = asyncio.create_task(self._control(folder, reconciler, stop, reload), name="control")
-        tasks = [*gateways, reconciling, watching, controlling]
+        discovering = asyncio.create_task(_discover(reconciler), name="discovery")
+        tasks = [*gateways, reconciling, watching, controlling, discovering]
         try:
             await first_of(*tasks, stop.soft, stop.hard)
             for task in tasks:
@@ -192,6 +195,15 @@ class Supervisor:
         left = await _ended(reconciler.processes.tasks, stop, ENGINE_GRACE_S) and left
         was_cut = any(gateway.was_cut for gateway in self.gateways)
         return FleetExit.DRAINED if left and not was_cut else FleetExit.CUT
+
+
+async def _discover(reconciler: Reconciler) -> None:
+    if not reconciler.services:
+        await reconciler.until(lambda: bool(reconciler.services))
+    from headrace.fleet.kubernetes.api import KubernetesApi  # aiohttp takes a fifth of a second
+    from headrace.fleet.kubernetes.discovery import Discovery
+
+    await Discovery(reconciler, KubernetesApi.of_pod()).run()
 
 
 class HangWatch:

@@ -42,7 +42,9 @@ class Dialer:
             return grpc.aio.insecure_channel(self.target.grpc_address, options=CHANNEL_OPTIONS)
         loaded = self._certificates.current()
         credentials = grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.certificate)
-        return grpc.aio.secure_channel(self.target.address, credentials, options=TLS_CHANNEL_OPTIONS)
+        name = self.target.tls_name
+        named = (("grpc.ssl_target_name_override", name),) if name else ()
+        return grpc.aio.secure_channel(self.target.address, credentials, options=(*TLS_CHANNEL_OPTIONS, *named))
 
     async def find_tls_fault(self) -> str:
         """Says what is wrong with TLS; empty when the failure has another cause."""
@@ -62,7 +64,7 @@ class Dialer:
         assert self._certificates is not None
         context = self._certificates.current().context
         try:
-            tls = _TlsProbe(context, connection, self.target.host)
+            tls = _TlsProbe(context, connection, self.target.tls_name or self.target.host)
             tls.run(tls.end.do_handshake)
             connection.settimeout(ALERT_S)
             tls.run(lambda: tls.end.read(1))

@@ -35,12 +35,16 @@ LISTENS_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class GrpcTarget:
-    """path: None for TCP; token: required for TCP; tls: None only for Unix sockets and loopback addresses"""
+    """path: None for TCP; token: required for TCP; tls: None only for Unix sockets and loopback addresses
+
+    tls_name  that the engine's certificate is for; empty: the address's host
+    """
 
     address: str
     path: Path | None
     token: str | None
     tls: TlsFiles | None = None
+    tls_name: str = ""
 
     @property
     def grpc_address(self) -> str:

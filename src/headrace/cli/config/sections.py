@@ -15,6 +15,8 @@ from headrace.core.option import Reload, Role, check_options, mapping, option, r
 from headrace.core.strict_decode import NeedsExactlyOne, plain
 from headrace.engine.config import EngineConfig, FindGpus
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig, FleetOptions, ModelSpec, ReplicaRange
+from headrace.fleet.kubernetes.endpoints import MAX_ENGINES
+from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.weights import HUB_ID, resolve_adapter
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.ledger.config import UsageConfig
@@ -48,7 +50,8 @@ class RemoteSection:
         "What the engines serve: a folder on this machine, a bundled model or a hub id. The gateway reads its tokenizer and template. "
         "Another one takes a restart of `headrace serve`.",
     )
-    replicas: tuple[RemoteReplica, ...] = required("Where its engines listen.")
+    replicas: tuple[RemoteReplica, ...] = option((), "Where its engines listen.")
+    kubernetes: KubernetesService | None = option(None, "In place of `replicas`: its engines are pods ([kubernetes.md](kubernetes.md)).")
     tls_dir: str = option(
         "",
         "Folder with this machine's certificates (`ca.crt`, `tls.crt`, `tls.key`), as `headrace tls init` or cert-manager makes it; for "
@@ -61,7 +64,10 @@ class RemoteSection:
     )
 
     def gateway_replicas(self) -> tuple[ReplicaConfig, ...]:
-        """A replica on a Unix socket gets a token but no certificates."""
+        """A replica on a Unix socket gets a token but no certificates. One stands for all pods of a Service."""
+        if self.kubernetes is not None:
+            address = f"{self.kubernetes.service}:1"
+            return (ReplicaConfig(name=self.kubernetes.service, address=address, token_file=self.token_file, tls_dir=self.tls_dir),)
         return tuple(
             ReplicaConfig(
                 name=replica.name,
@@ -153,6 +159,8 @@ class ModelSection:
     @property
     def num_replicas(self) -> int:
         """The most that may answer. Engines started elsewhere are included."""
+        if self.remote is not None and self.remote.kubernetes is not None:
+            return MAX_ENGINES
         return self.max_engines + (len(self.remote.replicas) if self.remote is not None else 0)
 
     @property
@@ -233,6 +241,11 @@ class ServeConfig(FleetOptions):
             where = re.sub(r"^(models\[\d+\])\.replicas", r"\1.remote.replicas", error.where)
             raise error.at(where if where.startswith(("models", *TOP_LEVEL)) else f"gateway.{where}") from error
 
+    @property
+    def has_pods(self) -> bool:
+        """Whether engines are found in a cluster, which a supervisor does."""
+        return any(model.remote is not None and model.remote.kubernetes is not None for model in self.models)
+
     def whole_gateway(self) -> GatewayConfig:
         return replace(self.gateway, **{name: getattr(self, name) for name in TOP_LEVEL})
 
@@ -264,7 +277,7 @@ class ServeConfig(FleetOptions):
                 spec = replace(spec, folder=Path(options.pop("model")), engine=options, adapters=folders)
             elif model.remote is not None:
                 remote = tuple(plain(replica) for replica in model.remote.gateway_replicas())
-                spec = replace(spec, folder=resolve(model.remote.model), remote=remote)
+                spec = replace(spec, folder=resolve(model.remote.model), remote=remote, kubernetes=model.remote.kubernetes)
             models.append(replace(spec, upstreams=tuple(plain(upstream) for upstream in model.upstreams)))
         shared = {item.name: getattr(self, item.name) for item in fields(FleetOptions)}
         return FleetConfig(**{**shared, "models": tuple(models), "gateway": gateway})
@@ -289,11 +302,21 @@ def _checked_model(where: str, model: ModelSection, find: FindGpus) -> ModelSect
     reasoning_format(model.reasoning_parser, (), where=f"{where}.reasoning_parser")
     if model.remote is not None:
         _check_folder(f"{where}.remote.model", model.remote.model)
+        _check_remote(f"{where}.remote", model.remote)
     if model.engine is None:
         return model
     engine = _checked_engine(f"{where}.engine", model.engine, find)
     _check_adapters(f"{where}.adapters", model.adapters)
     return replace(model, engine=engine)
+
+
+def _check_remote(where: str, remote: RemoteSection) -> None:
+    if bool(remote.replicas) == (remote.kubernetes is not None):
+        raise NeedsExactlyOne(where, "replicas", "kubernetes")
+    if remote.kubernetes is not None:
+        remote.kubernetes.check(f"{where}.kubernetes")
+        if not remote.tls_dir:
+            raise ConfigError(f"{where}.tls_dir", "is missing beside kubernetes", "Between pods the wire speaks TLS: `headrace tls init`.")
 
 
 def _checked_engine(where: str, engine: EngineConfig, find: FindGpus) -> EngineConfig:

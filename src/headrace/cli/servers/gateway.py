@@ -77,7 +77,7 @@ def _run_by_hand(flags: GivenFlags, file: Path | None) -> int:
 
     with named_by_origin(os.environ, given):
         check_no_engines(config)
-        if config.gateway.workers > 1:
+        if config.gateway.workers > 1 or config.has_pods:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # the supervisor's own
             return run(config, read_again=None if file is None else load_again, file=file)
         make_state_folder(Path(config.state))

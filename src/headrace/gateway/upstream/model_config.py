@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
@@ -40,17 +40,22 @@ class PoolRules(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig:
-    """address: unix:/path, or host:port with a token, and beyond loopback with tls_dir; tls_dir may hold the token too"""
+    """address: unix:/path, or host:port with a token, and beyond loopback with tls_dir; tls_dir may hold the token too
+
+    tls_name: that its certificate is for; empty: the address's host
+    """
 
     name: str
     address: str
     token: str | None = field(default=None, repr=False)
     token_file: str = ""
     tls_dir: str = ""
+    tls_name: str = ""
 
     def target(self) -> GrpcTarget:
         """Raises ConfigError."""
-        return target_of(self.address, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
+        target = target_of(self.address, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
+        return replace(target, tls_name=self.tls_name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
