@@ -60,6 +60,7 @@ class KubeServer:
         self._watching: set[asyncio.Transport] = set()
         self._ends_watches = asyncio.Event()
         self._runner: web.AppRunner | None = None
+        folder.mkdir(exist_ok=True)
         signer = authority()
         self._tls = write_certificates(folder / "server", signer, TlsRole.ENGINE, HOST)
         (folder / "ca.crt").write_bytes(Path(self._tls.ca).read_bytes())

@@ -72,15 +72,17 @@ class ReplicaClient:
         name: str = "",
         token: str | None = None,
         tls: TlsFiles | None = None,
+        tls_name: str = "",
         expect: Expectation | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """target   "unix:/path", or "host:port": then with a token, and beyond loopback with tls
-        clock    that requests' deadlines refer to, in seconds
+        """target    "unix:/path", or "host:port": then with a token, and beyond loopback with tls
+        tls_name  as of `GrpcTarget`
+        clock     that requests' deadlines refer to, in seconds
 
         Raises ConfigError for a target the wire refuses, or certificates that cannot be used.
         """
-        self._dialer = Dialer(parse_target(target, token, tls))
+        self._dialer = Dialer(replace(parse_target(target, token, tls), tls_name=tls_name))
         self.name = name or target
         self.reason = "not connected yet"
         self.has_tried = False

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from patience import PATIENCE_S, eventually
@@ -63,6 +64,17 @@ async def test_streams_are_answered_over_tcp_and_the_answer_is_whole(tmp_path: P
         answers = await asyncio.gather(*(read_all(replica.submit(one)) for one in requests))
         for one, answer in zip(requests, answers, strict=True):
             assert answer == {index: fake_answer(one, index, 40, FakeOptions()) for index in range(2)}
+
+
+async def test_an_engine_at_an_address_that_its_certificate_lacks_is_known_by_the_name_that_it_has(tmp_path: Path) -> None:
+    files = write_certificates(tmp_path / "engine", SITE, TlsRole.ENGINE, "engines.llm.svc")
+    given: dict[str, Any] = {"token": TOKEN, "tls": gateway_files(tmp_path)}
+    async with engine_at(HOST, files) as engine:
+        async with ReplicaClient(engine.service.address, **given, tls_name="engines.llm.svc") as replica:
+            await replica.wait_connected(PATIENCE_S)
+        for name, said in {"": "127.0.0.2", "engines.other.svc": "engines.other.svc"}.items():
+            async with ReplicaClient(engine.service.address, **given, tls_name=name) as replica:
+                await eventually(lambda: "the engine's certificate is refused" in replica.reason and f"'{said}'" in replica.reason)
 
 
 async def test_an_engine_that_is_started_again_at_its_address_is_connected_again(tmp_path: Path) -> None:

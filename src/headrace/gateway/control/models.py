@@ -57,6 +57,7 @@ def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> Replic
         name=config.name,
         token=target.token,
         tls=target.tls,
+        tls_name=target.tls_name,
         expect=Expectation(digests=text.digests),
         clock=clock,
     )
