@@ -17,12 +17,17 @@ import pytest
 import yaml
 from helm_kit import CHART, EXAMPLES, NAMESPACE, RELEASE, Object, example, merged, pod_of, rendered
 from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
 from headrace.bundled import bundled_path
 from headrace.cli.config.faults import unread_variables
 from headrace.cli.config.load import load_settings
+from headrace.cli.flags.flag import GivenFlags
+from headrace.cli.main import app
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.fleet.config import FleetConfig
+from headrace.fleet.kubernetes.service import KubernetesService
+from headrace.fleet.kubernetes.watch import ENDPOINT_SLICES
 from headrace.fleet.supervisor import CUT_GRACE_S, ENGINE_GRACE_S, GATEWAY_GRACE_S
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.observe.metrics import Metrics, ReplicaReading
@@ -70,13 +75,21 @@ def test_the_schemas_are_strict() -> None:
 
 
 def test_the_examples_have_every_kind_and_helm_finds_no_fault() -> None:
-    kinds = set(chain.from_iterable(map(made_of, CASES)))
+    kinds = {key.split()[0] for key in chain.from_iterable(map(made_of, CASES))}
     files = {path.stem for path in (CHART / "templates").glob("[a-z]*.yaml")}
     assert files == {kind.lower() for kind in kinds}
     for name in CASES:
         said = helm_python.lint(CHART, example(name), strict=True)
         assert not said["errors"]
         assert [each["error"] for each in said["messages"]] == ["icon is recommended"]
+
+
+ENGINES: Object = {"enabled": True, "tls": {"gateway": "g", "engine": "e"}}
+
+
+def far(**fields: Any) -> Object:
+    remote = {"model": "headrace-tiny", "kubernetes": {"service": "demo-engines"}, "tls_dir": "/run/secrets/headrace-engines"}
+    return {"name": "far", "remote": {**remote, **fields}}
 
 
 REFUSED: dict[str, tuple[Object, str]] = {
@@ -90,6 +103,13 @@ REFUSED: dict[str, tuple[Object, str]] = {
     "a state folder of pods that come and go": ({"state": {"claim": "a"}, "autoscaling": {"kind": "hpa"}}, "state.claim"),
     "a port of https": ({"config": {"gateway": {"tls": {"certificate": "a", "key": "b"}}}}, "config.gateway.tls"),
     "metrics without a reader": ({"config": {"gateway": {"open_metrics": "none"}}, "serviceMonitor": {"enabled": True}}, "open_metrics"),
+    "engines without certificates": ({"engines": {"enabled": True}}, "engines.tls"),
+    "engines that no model names": ({"engines": ENGINES}, "config.models: no model has remote.kubernetes.service demo-engines"),
+    "a model that has its certificates elsewhere": ({"engines": ENGINES, "config": {"models": [far(tls_dir="/tls")]}}, "remote.tls_dir"),
+    "a scaler of gateways that share their engines": (
+        {"engines": ENGINES, "config": {"models": [far()]}, "autoscaling": {"kind": "keda"}},
+        "autoscaling.kind",
+    ),
     "a pool without a picker": ({"inferencePool": {"enabled": True}}, "picker.name"),
     "a pool of pods with two engines": (
         {
@@ -156,7 +176,7 @@ def test_headrace_reads_the_configuration_as_it_was_given(name: str, tmp_path: P
     given = merged(example(name))["config"]
     assert yaml.safe_load(text) == given
     for model in given["models"]:
-        if (folder := model["engine"]["model"]).startswith("/models/"):
+        if (folder := (model.get("engine") or model["remote"])["model"]).startswith("/models/"):
             (tmp_path / "models").mkdir(exist_ok=True)
             (tmp_path / folder[1:]).symlink_to(bundled_path("headrace-tiny") or "")
     environment = variables(pod_of(objects)) | {"HEADRACE_SITE_KEY": "00" * 16}
@@ -225,7 +245,8 @@ def test_the_pod_has_no_rights_and_writes_to_its_volumes_alone(name: str) -> Non
     [container] = pod["containers"]
     assert "initContainers" not in pod
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
-    assert pod["automountServiceAccountToken"] is objects["ServiceAccount"]["automountServiceAccountToken"] is False
+    assert objects["ServiceAccount"]["automountServiceAccountToken"] is False
+    assert pod["automountServiceAccountToken"] is (name == "engines")
     assert pod["enableServiceLinks"] is False
     assert pod["securityContext"] == {
         "runAsNonRoot": True,
@@ -337,6 +358,84 @@ def test_a_picker_finds_the_gauges_of_its_protocol() -> None:
     assert spec["targetPorts"] == [{"number": port["containerPort"]} for port in pod_of(objects)["containers"][0]["ports"]]
     assert spec["endpointPickerRef"] == {"name": "llama-epp", "port": {"number": 9002}, "failureMode": "FailOpen"}
     assert "llm-d.ai/engine-type" not in made_of("gpu")["Deployment"]["spec"]["template"]["metadata"]["labels"]
+
+
+# Engines in pods of their own
+
+
+def test_engines_listen_where_the_gateways_look_for_them() -> None:
+    objects = made_of("engines")
+    spec = objects["StatefulSet engines"]["spec"]
+    [container] = pod_of(objects, "StatefulSet engines")["containers"]
+    [remote] = [model["remote"] for model in merged(example("engines"))["config"]["models"]]
+    service = objects["Service engines"]
+    assert spec["serviceName"] == service["metadata"]["name"] == remote["kubernetes"]["service"]
+    assert service["spec"]["clusterIP"] == "None"
+    [port] = service["spec"]["ports"]
+    assert (port["name"], port["port"]) == (KubernetesService(service="x").port_name, container["ports"][0]["containerPort"])
+    assert {probe["tcpSocket"]["port"] for probe in (container["startupProbe"], container["readinessProbe"])} == {"engine"}
+    labels = spec["template"]["metadata"]["labels"].items()
+    selectors = [spec["selector"]["matchLabels"], service["spec"]["selector"]]
+    selectors.append(objects["PodDisruptionBudget engines"]["spec"]["selector"]["matchLabels"])
+    selectors.append(objects["NetworkPolicy engines"]["spec"]["podSelector"]["matchLabels"])
+    assert all(selector and selector.items() <= labels for selector in selectors)
+    assert not objects["Service"]["spec"]["selector"].items() <= labels, "clients reach no engine"
+
+
+def test_an_engine_is_started_with_flags_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = pod_of(made_of("engines"), "StatefulSet engines")["containers"][0]["args"]
+    given: list[GivenFlags] = []
+    monkeypatch.setattr("headrace.cli.servers.engine._from_flags", lambda *_, **__: given.append(_[0]))
+    monkeypatch.setattr("headrace.engine.main.run_engine", lambda *_: None)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert given == [
+        {
+            "engine.model": "/models/llama",
+            "engine.device": "cuda",
+            "engine.max_num_seqs": 256,
+            "address": "0.0.0.0:7001",
+            "tls_dir": "/run/secrets/headrace-engines",
+            "replica": "$(POD_NAME)",
+            "drain_timeout_s": 30.0,
+        }
+    ]
+
+
+def test_engines_have_no_token_and_no_keys_and_drain_as_long_as_gateways() -> None:
+    objects = made_of("engines")
+    gateway, engine = pod_of(objects), pod_of(objects, "StatefulSet engines")
+    assert engine["automountServiceAccountToken"] is False
+    assert "envFrom" not in engine["containers"][0]
+    for key in ("securityContext", "terminationGracePeriodSeconds", "serviceAccountName", "enableServiceLinks"):
+        assert engine[key] == gateway[key]
+    for key in ("securityContext", "lifecycle"):
+        assert engine["containers"][0][key] == gateway["containers"][0][key]
+    secrets = [[volume["secret"] for volume in pod["volumes"] if volume["name"] == "engines"] for pod in (gateway, engine)]
+    assert secrets == [[{"secretName": f"headrace-{end}", "defaultMode": 0o440}] for end in ("gateway", "engine")]
+
+
+def test_the_role_has_what_the_gateways_ask_for_and_nothing_more() -> None:
+    objects = made_of("engines")
+    [rule] = objects["Role"]["rules"]
+    assert (rule["apiGroups"], rule["resources"]) == ([ENDPOINT_SLICES.group], [ENDPOINT_SLICES.plural])
+    assert rule["verbs"] == ["list", "watch"]
+    binding = objects["RoleBinding"]
+    assert binding["roleRef"]["name"] == objects["Role"]["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": pod_of(objects)["serviceAccountName"], "namespace": NAMESPACE}]
+    assert not {"Role", "RoleBinding"} & set(made_of(""))
+
+
+def test_engines_are_reached_by_gateways_alone() -> None:
+    objects = made_of("engines")
+    gateway, engine = (objects[kind]["spec"] for kind in ("NetworkPolicy", "NetworkPolicy engines"))
+    [rule] = engine["ingress"]
+    [peer] = rule["from"]
+    assert peer["podSelector"]["matchLabels"].items() <= objects["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
+    [way] = [each for each in gateway["egress"] if each.get("to") == [{"podSelector": engine["podSelector"]}]]
+    assert way["ports"] == rule["ports"] == [{"protocol": "TCP", "port": "engine"}]
+    assert [{"protocol": "TCP", "port": port} for port in (443, 6443)] in [each["ports"] for each in gateway["egress"]]
+    assert gateway["egress"][-1] == engine["egress"][-1] == example("engines")["networkPolicy"]["egress"][0]
 
 
 # Volumes, upgrades and the page

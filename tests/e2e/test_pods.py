@@ -25,7 +25,7 @@ from wire_kit import Served, socket_dir
 from headrace.engine.config import EngineConfig
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.kubernetes.service import KubernetesService
-from headrace.fleet.supervisor import FleetExit, FleetReady, Supervisor
+from headrace.fleet.supervisor import FleetReady, Supervisor
 from headrace.lab.fake_runner import FakeOptions
 from headrace.wire.tls.files import TlsFiles, TlsRole
 

@@ -23,17 +23,17 @@ def example(name: str) -> Object:
 
 
 def rendered(values: Mapping[str, Any]) -> dict[str, Object]:
-    """Kind -> object; a release has one of each. Raises helm_python.HelmError."""
+    """Kind -> object; those of the engines' pods are "KIND engines". Raises helm_python.HelmError."""
     with helm_python.Chart.load(CHART) as chart:
         files = chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)
     objects = [made for path, text in files.items() if path.endswith(".yaml") for made in yaml.safe_load_all(text) if made is not None]
-    by_kind = {made["kind"]: made for made in objects}
+    by_kind = {f"{made['kind']} {made['metadata']['name'].removeprefix(RELEASE).lstrip('-')}".strip(): made for made in objects}
     assert len(by_kind) == len(objects)
     return by_kind
 
 
-def pod_of(objects: Mapping[str, Object]) -> Object:
-    pod: Object = objects["Deployment"]["spec"]["template"]["spec"]
+def pod_of(objects: Mapping[str, Object], kind: str = "Deployment") -> Object:
+    pod: Object = objects[kind]["spec"]["template"]["spec"]
     return pod
 
 

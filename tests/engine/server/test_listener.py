@@ -72,9 +72,10 @@ async def test_an_engine_at_an_address_that_its_certificate_lacks_is_known_by_th
     async with engine_at(HOST, files) as engine:
         async with ReplicaClient(engine.service.address, **given, tls_name="engines.llm.svc") as replica:
             await replica.wait_connected(PATIENCE_S)
-        for name, said in {"": "127.0.0.2", "engines.other.svc": "engines.other.svc"}.items():
+        for name in ("", "engines.other.svc"):
             async with ReplicaClient(engine.service.address, **given, tls_name=name) as replica:
-                await eventually(lambda: "the engine's certificate is refused" in replica.reason and f"'{said}'" in replica.reason)
+                await eventually(lambda: "the engine's certificate is refused" in replica.reason)
+                assert repr(name or HOST) in replica.reason
 
 
 async def test_an_engine_that_is_started_again_at_its_address_is_connected_again(tmp_path: Path) -> None:

@@ -1,5 +1,9 @@
 {{- define "headrace.labels" -}}
 {{ include "headrace.selector" . }}
+{{ include "headrace.chartLabels" . }}
+{{- end }}
+
+{{- define "headrace.chartLabels" -}}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
@@ -15,6 +19,103 @@ name: {{ .Release.Name }}
 namespace: {{ .Release.Namespace }}
 labels:
   {{- include "headrace.labels" . | nindent 2 }}
+{{- end }}
+
+{{/* What engines' pods are: another name, so that nothing that selects gateways selects them. */}}
+{{- define "headrace.engines.selector" -}}
+app.kubernetes.io/name: headrace-engine
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "headrace.engines.metadata" -}}
+name: {{ .Release.Name }}-engines
+namespace: {{ .Release.Namespace }}
+labels:
+  {{- include "headrace.engines.selector" . | nindent 2 }}
+  {{- include "headrace.chartLabels" . | nindent 2 }}
+{{- end }}
+
+{{- define "headrace.image" -}}
+"{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}"
+{{- end }}
+
+{{/* The preStop sleep, the drain, and what a supervisor takes after it. */}}
+{{- define "headrace.pod" -}}
+serviceAccountName: {{ .Release.Name }}
+# A Service's variables would begin with HEADRACE_, as the configuration's do.
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ add (.Values.config.drain_timeout_s | ceil | int64) 30 }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  # Always would open the private folders of a claim to the group at each start, and Headrace refuses them then.
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "headrace.container" -}}
+lifecycle:
+  preStop:
+    sleep: {seconds: 5}       # until no endpoint leads here: from SIGTERM on, new requests are refused
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "headrace.cacheVariables" -}}
+- {name: HEADRACE_CACHE_DIR, value: /var/cache/headrace/files}
+- {name: TRITON_CACHE_DIR, value: /var/cache/headrace/triton}
+{{- end }}
+
+{{- define "headrace.mounts" -}}
+- {name: cache, mountPath: /var/cache/headrace}
+- {name: tmp, mountPath: /tmp}
+{{- if .Values.engines.enabled }}
+- {name: engines, mountPath: /run/secrets/headrace-engines, readOnly: true}
+{{- end }}
+{{- if .Values.models.claim }}
+- {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{/* tls: the Secret of this end's certificates for the wire between gateways and engines */}}
+{{- define "headrace.volumes" -}}
+{{- with .root.Values -}}
+- name: cache
+  {{- if .cache.claim }}
+  persistentVolumeClaim: {claimName: {{ .cache.claim }}}
+  {{- else if .cache.hostPath }}
+  hostPath: {path: {{ .cache.hostPath }}, type: Directory}
+  {{- else }}
+  emptyDir: {sizeLimit: {{ .cache.size }}}
+  {{- end }}
+- name: tmp
+  emptyDir: {sizeLimit: 1Gi}
+{{- if .engines.enabled }}
+- name: engines
+  secret: {secretName: {{ $.tls }}, defaultMode: 0440}
+{{- end }}
+{{- with .models.claim }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "headrace.placement" -}}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
+{{- with index $ $key }}
+{{ $key }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{/* Seconds for a pull, and again for a load: start_timeout_s of the configuration, whose 0 is a day here. */}}
@@ -72,6 +173,27 @@ scaleDown:
 {{- $readers := or $v.serviceMonitor.enabled $v.inferencePool.enabled }}
 {{- if and $readers (not (has $v.config.gateway.open_metrics (list "totals" "all"))) }}
 {{- fail "config.gateway.open_metrics: is neither totals nor all, and serviceMonitor and inferencePool read /metrics without a key." }}
+{{- end }}
+{{- if $v.engines.enabled }}
+{{- if not (and $v.engines.tls.gateway $v.engines.tls.engine) }}
+{{- fail "engines.tls: names no Secrets for gateway and engine. Between pods the wire speaks TLS: docs/kubernetes.md has the commands." }}
+{{- end }}
+{{- if ne $v.autoscaling.kind "none" }}
+{{- fail "autoscaling.kind: hpa and keda count the sequences of each pod's own engines, and gateway pods share those of engines.enabled." }}
+{{- end }}
+{{- $service := printf "%s-engines" .Release.Name }}
+{{- $found := false }}
+{{- range $i, $model := $v.config.models }}
+{{- if eq (((($model.remote).kubernetes).service) | default "") $service }}
+{{- $found = true }}
+{{- if ne ($model.remote.tls_dir | default "") "/run/secrets/headrace-engines" }}
+{{- printf "config.models[%d].remote.tls_dir: must be /run/secrets/headrace-engines, where the Secret engines.tls.gateway is." $i | fail }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if not $found }}
+{{- printf "config.models: no model has remote.kubernetes.service %s, the Service of engines." $service | fail }}
+{{- end }}
 {{- end }}
 {{- $first := first $v.config.models | default dict }}
 {{- if and $v.inferencePool.enabled (or (ne (len $v.config.models) 1) (ne (int ($first.replicas | default 1)) 1) (not $first.engine)) }}
