@@ -417,9 +417,14 @@ def test_engines_have_no_token_and_no_keys_and_drain_as_long_as_gateways() -> No
 
 def test_the_role_has_what_the_gateways_ask_for_and_nothing_more() -> None:
     objects = made_of("engines")
-    [rule] = objects["Role"]["rules"]
-    assert (rule["apiGroups"], rule["resources"]) == ([ENDPOINT_SLICES.group], [ENDPOINT_SLICES.plural])
-    assert rule["verbs"] == ["list", "watch"]
+    found, scaled = objects["Role"]["rules"]
+    assert found == {"apiGroups": [ENDPOINT_SLICES.group], "resources": [ENDPOINT_SLICES.plural], "verbs": ["list", "watch"]}
+    name = objects["StatefulSet engines"]["metadata"]["name"]
+    names = {"resources": ["statefulsets/scale"], "resourceNames": [name]}
+    assert scaled == {"apiGroups": ["apps"], **names, "verbs": ["get", "patch"]}
+    [remote] = [model["remote"] for model in merged(example("engines"))["config"]["models"]]
+    assert remote["kubernetes"]["workload"] == f"statefulsets/{name}"
+    assert rendered({"engines": ENGINES, "config": {"models": [far()]}})["Role"]["rules"] == [found]
     binding = objects["RoleBinding"]
     assert binding["roleRef"]["name"] == objects["Role"]["metadata"]["name"]
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": pod_of(objects)["serviceAccountName"], "namespace": NAMESPACE}]

@@ -12,13 +12,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
-from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError, counted
 from headrace.core.sleep import SleepLevel
 from headrace.fleet.adapter_commands import AdapterCommands
 from headrace.fleet.autoscaling import Autoscaling, ProcessActuator
 from headrace.fleet.commands import CommandAudit, CommandSlot, ControlBusy, Hear, ModelProgress, no_operator, say
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig, ModelSpec, check_can_become, with_choices_of_start
-from headrace.fleet.kubernetes.service import check_in_pod
+from headrace.fleet.kubernetes.endpoints import MAX_ENGINES
+from headrace.fleet.kubernetes.service import KubernetesService, check_in_pod
 from headrace.fleet.reconciler import Reconciler
 from headrace.policy.deployment import Deployment, RolloutOptions
 from headrace.wire.listening import shown_host
@@ -120,14 +121,19 @@ class FleetControl:
 
     async def scale(self, model: str, replicas: int, hear: Hear = no_operator) -> list[str]:
         with self._slot.held(f"scale {model}={replicas}") as let_others_in:
-            self._known(model)
-            if not 1 <= replicas <= MAX_REPLICAS:
-                raise ConfigError(f"{model}={replicas}", f"{replicas} is outside 1..{MAX_REPLICAS}", "A model is removed in the file.")
-            if (autoscale := next(spec.autoscale for spec in self._reconciler.config.models if spec.name == model)) is not None:
+            workload = self._workload_of(model)
+            most = MAX_REPLICAS if workload is None else MAX_ENGINES
+            if not 1 <= replicas <= most:
+                raise ConfigError(f"{model}={replicas}", f"{replicas} is outside 1..{most}", "A model is removed in the file.")
+            if (autoscale := next((spec.autoscale for spec in self._reconciler.config.models if spec.name == model), None)) is not None:
                 reason = f"the load decides, between {autoscale.min} and {autoscale.max}"
-                raise ConfigError(
-                    f"{model}={replicas}", reason, "Change autoscale in the file and reload; without it this command decides."
-                )
+                remedy = "Change autoscale in the file and reload; without it this command decides."
+                raise ConfigError(f"{model}={replicas}", reason, remedy)
+            if workload is not None:
+                before = await scale_pods(workload, replicas)
+                say(hear, f"{model}: {workload.workload} had {counted(before, 'pod')}, {replicas} are wanted now; they are used once ready")
+                return []
+            self._known(model)
 
             def command(deployment: Deployment) -> list[ModelProgress]:
                 deployment.scale_model(model, replicas)
@@ -163,6 +169,10 @@ class FleetControl:
         _check_within(within_s)
         await self._drain_all(within_s)
         return []
+
+    def _workload_of(self, model: str) -> KubernetesService | None:
+        services = [spec.kubernetes for spec in self._reconciler.config.models if spec.name == model]
+        return next((service for service in services if service is not None and service.workload), None)
 
     def _known(self, model: str) -> str:
         targets = self._reconciler.deployment.targets
@@ -252,6 +262,15 @@ class FleetControl:
             "starts": process.keeper.num_starts,
             "reason": process.why_failed or reason,
         }
+
+
+async def scale_pods(service: KubernetesService, num_pods: int) -> int:
+    """Returns the number before. Raises KubernetesFailed."""
+    from headrace.fleet.kubernetes.api import KubernetesApi  # aiohttp takes a fifth of a second
+    from headrace.fleet.kubernetes.scale import WorkloadScaler
+
+    api = KubernetesApi.of_pod()
+    return await WorkloadScaler(api, service.namespace or api.own_namespace(), service.workload).scale(num_pods)
 
 
 def _inherited(before: FleetConfig, after: FleetConfig) -> Iterator[str]:

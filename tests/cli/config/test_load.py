@@ -305,6 +305,27 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
             "how a replica of this model is named",
         ),
         ("models: [{name: x}]", "models[0]", "exactly one of engine and upstreams"),
+        ("models: [{remote: {model: M}}]", "models[0].remote", "exactly one of replicas and kubernetes"),
+        (
+            "models: [{remote: {model: M, kubernetes: {service: e}, replicas: [{name: a, address: 'unix:/e'}]}}]",
+            "models[0].remote",
+            "exactly one of replicas and kubernetes",
+        ),
+        ("models: [{remote: {model: M, kubernetes: {service: e}}}]", "models[0].remote.tls_dir", "is missing beside kubernetes"),
+        ("models: [{remote: {model: M, tls_dir: /t, kubernetes: {}}}]", "models[0].remote.kubernetes.service", "is missing"),
+        *(
+            (
+                f"models: [{{remote: {{model: M, tls_dir: /t, kubernetes: {{service: e, {key}: {value}}}}}}}]",
+                f"models[0].remote.kubernetes.{key}",
+                what,
+            )
+            for key, value, what in (
+                ("namespace", "../x", "is not a name in Kubernetes"),
+                ("port_name", "'7001/x'", "is not a name in Kubernetes"),
+                ("workload", "pods/x", "is no workload"),
+                ("workload", "statefulsets/../x", "is no workload"),
+            )
+        ),
         (
             "models: [{remote: {model: M, tls_dir: /t, replicas: [{name: a, address: 'h:1'}]}}]\nadmin: {listen: 'h:2', tls_dir: /t}",
             "admin.tls_dir",

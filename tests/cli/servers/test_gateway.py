@@ -19,6 +19,7 @@ from headrace.cli.exits import CommandExitCode
 from headrace.cli.main import main
 from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig
+from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.text_host import TextContext
 from headrace.gateway.upstream.model_config import ReplicaConfig
@@ -131,6 +132,34 @@ def test_several_workers_are_started_by_a_supervisor_without_engines(monkeypatch
     [fleet] = started
     assert (fleet.num_gateways, [model.replicas for model in fleet.models]) == (2, [0])
     assert [replica["name"] for replica in fleet.models[0].remote] == ["one"]
+
+
+@pytest.mark.socket
+def test_engines_that_are_pods_are_found_by_a_supervisor(
+    monkeypatch: pytest.MonkeyPatch, configured: Run, model_folder: Path, tmp_path: Path
+) -> None:
+    remote: dict[str, object] = {"model": str(model_folder), "tls_dir": str(tmp_path), "kubernetes": {"service": "engines"}}
+    file = tmp_path / "headrace.yaml"
+    file.write_text(yaml.safe_dump({"models": [{"remote": remote}], "gateway": {"port": 0}}))
+    started: list[FleetConfig] = []
+    monkeypatch.setattr("headrace.fleet.supervisor.run_fleet", lambda config, **_: started.append(config) or 0)
+    monkeypatch.setattr(sys, "argv", ["headrace", "gateway", "--config", str(file)])
+    with pytest.raises(SystemExit):
+        main()
+    [model] = started[0].models
+    assert model.kubernetes == KubernetesService(service="engines")
+    assert (model.replicas, [each["tls_dir"] for each in model.remote]) == (0, [str(tmp_path)])
+
+    file.write_text(yaml.safe_dump({"models": [{"remote": {"model": str(model_folder), "replicas": [ONE]}}], "gateway": {"port": 0}}))
+    configured("--config", str(file))
+    read_again = again[-1]
+    assert read_again is not None
+    file.write_text(yaml.safe_dump({"models": [{"remote": remote}], "gateway": {"port": 0}}))
+    with pytest.raises(ConfigError, match=r"^remote\.kubernetes: needs a supervisor"):
+        read_again()
+
+
+ONE = {"name": "one", "address": "unix:/run/e.sock"}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from headrace.core.errors import ConfigError
 from headrace.fleet.config import ModelSpec
 from headrace.fleet.gateways import NO_REPLICA
 from headrace.fleet.kubernetes.discovery import GATHER_S
+from headrace.fleet.kubernetes.endpoints import MAX_ENGINES
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.reconciler import REFUSED_PAUSE_S
 
@@ -115,6 +117,21 @@ async def test_pods_that_gateways_refuse_are_offered_again(kube: KubeServer) -> 
         assert site.listed("far") == ["e-0"]
         script.refusal = ""
         await eventually(lambda: site.listed("far") == ["e-1"])
+
+
+async def test_an_operator_scales_the_workload_whose_pods_are_the_replicas(kube: KubeServer) -> None:
+    await kube.put("statefulsets", "engines", {"spec": {"replicas": 1}})
+    spec = replace(far(), kubernetes=KubernetesService(service="engines", workload="statefulsets/engines"))
+    async with scripted_site(specs=(spec, replace(far("others"), name="fixed"))) as site:
+        said = await site.do("scale", model="far", replicas=3)
+        assert said[-1] == {"event": "done"}
+        assert kube.replicas("statefulsets", "engines") == 3
+        for wanted in (0, MAX_ENGINES + 1):
+            assert f"outside 1..{MAX_ENGINES}" in str((await site.do("scale", model="far", replicas=wanted))[-1])
+        kube.forbidden.add(("patch", "statefulsets/scale"))
+        assert 'verbs: ["patch"]' in str((await site.do("scale", model="far", replicas=2))[-1])
+        assert "has no engines on this machine" in str((await site.do("scale", model="fixed", replicas=2))[-1])
+        assert kube.replicas("statefulsets", "engines") == 3
 
 
 async def test_outside_of_a_pod_a_service_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,13 @@ labels:
   {{- include "headrace.chartLabels" . | nindent 2 }}
 {{- end }}
 
+{{/* Not empty where a model names the StatefulSet as the workload that Headrace may scale. */}}
+{{- define "headrace.scalesEngines" -}}
+{{- range .Values.config.models }}
+{{- if eq ((((.remote).kubernetes).workload) | default "") (printf "statefulsets/%s-engines" $.Release.Name) }}yes{{ end }}
+{{- end }}
+{{- end }}
+
 {{- define "headrace.image" -}}
 "{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}"
 {{- end }}

@@ -63,7 +63,7 @@ def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
     _check_keys(config)
     replicas = sum(model.num_replicas for model in config.models)
     names = ", ".join(model.served_name for model in config.models)
-    models, engines = counted(len(config.models), "model"), counted(replicas, "replica")
+    models, engines = counted(len(config.models), "model"), "up to " * config.has_pods + counted(replicas, "replica")
     print(f"{file}: ok. {models} ({names}), {engines}, {config.gateway.host}:{config.gateway.port}")
 
 

@@ -111,6 +111,8 @@ def gateway_of(config: ServeConfig) -> GatewayConfig:
 
     if config.admin is not None:
         raise ConfigError("admin", "needs a supervisor", "Leave it out, or use `headrace serve`, or several --workers.")
+    if config.has_pods:
+        raise ConfigError("remote.kubernetes", "needs a supervisor, and this gateway was started without one", "Start it again.")
     fleet = config.fleet(partial(resolve_model, experimental=config.experimental))
     os.environ[ENVIRONMENT] = config.log_format
     for name in set(os.environ) - set(without_secrets(os.environ)):

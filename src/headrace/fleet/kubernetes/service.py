@@ -14,6 +14,7 @@ API_HOST, API_PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 """Variables that every pod has."""
 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+WORKLOAD = re.compile(r"(deployments|statefulsets)/[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +22,17 @@ class KubernetesService:
     service: str = required("Service of the engines' pods; a headless one will do.")
     namespace: str = option("", "Its namespace.", shown="that of the gateway's pod")
     port_name: str = option("engine", "Name of its port at which they listen.")
+    workload: str = option(
+        "", "What has these pods, for `headrace scale`: `statefulsets/NAME` or `deployments/NAME`.", shown="only others change their number"
+    )
 
     def check(self, where: str) -> None:
         """Raises ConfigError. The names become parts of paths."""
         for key, name in (("service", self.service), ("namespace", self.namespace), ("port_name", self.port_name)):
             if LABEL.fullmatch(name) is None and (name or key != "namespace"):
                 raise ConfigError(f"{where}.{key}", f"{name!r} is not a name in Kubernetes", "Small letters, digits and -, at most 63.")
+        if self.workload and WORKLOAD.fullmatch(self.workload) is None:
+            raise ConfigError(f"{where}.workload", f"{self.workload!r} is no workload", "Write statefulsets/NAME or deployments/NAME.")
 
 
 def check_in_pod(services: Iterable[KubernetesService | None]) -> None:
