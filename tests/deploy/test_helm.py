@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 from headrace.bundled import bundled_path
 from headrace.cli.config.faults import unread_variables
 from headrace.cli.config.load import load_settings
-from headrace.cli.flags.flag import GivenFlags
 from headrace.cli.main import app
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.fleet.config import FleetConfig
@@ -384,7 +383,7 @@ def test_engines_listen_where_the_gateways_look_for_them() -> None:
 
 def test_an_engine_is_started_with_flags_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = pod_of(made_of("engines"), "StatefulSet engines")["containers"][0]["args"]
-    given: list[GivenFlags] = []
+    given: list[dict[str, object]] = []
     monkeypatch.setattr("headrace.cli.servers.engine._from_flags", lambda *_, **__: given.append(_[0]))
     monkeypatch.setattr("headrace.engine.main.run_engine", lambda *_: None)
     result = CliRunner().invoke(app, arguments)

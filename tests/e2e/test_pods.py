@@ -27,6 +27,7 @@ from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.supervisor import FleetReady, Supervisor
 from headrace.lab.fake_runner import FakeOptions
+from headrace.machine.signals import first_of
 from headrace.wire.tls.files import TlsFiles, TlsRole
 
 pytestmark = pytest.mark.process
@@ -122,7 +123,7 @@ async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         config = FleetConfig(models=(spec,), gateway=gateway, run_dir=str(stack.enter_context(socket_dir())))
         ready: asyncio.Future[FleetReady] = asyncio.get_running_loop().create_future()
         running = asyncio.create_task(Supervisor(config, on_ready=ready.set_result).run())
-        await asyncio.wait([ready, running], return_when=asyncio.FIRST_COMPLETED)
+        await first_of(ready, running)
         session = await stack.enter_async_context(aiohttp.ClientSession())
         try:
             made = Site(pods, int(str(ready.result().gateway["port"])), session)

@@ -142,7 +142,12 @@ def test_engines_that_are_pods_are_found_by_a_supervisor(
     file = tmp_path / "headrace.yaml"
     file.write_text(yaml.safe_dump({"models": [{"remote": remote}], "gateway": {"port": 0}}))
     started: list[FleetConfig] = []
-    monkeypatch.setattr("headrace.fleet.supervisor.run_fleet", lambda config, **_: started.append(config) or 0)
+
+    def run_fleet(config: FleetConfig, **options: object) -> int:
+        started.append(config)
+        return 0
+
+    monkeypatch.setattr("headrace.fleet.supervisor.run_fleet", run_fleet)
     monkeypatch.setattr(sys, "argv", ["headrace", "gateway", "--config", str(file)])
     with pytest.raises(SystemExit):
         main()
