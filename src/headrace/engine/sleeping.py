@@ -12,7 +12,6 @@ from headrace.core.sleep import SleepLevel
 from headrace.engine.inbox import ChangeSleep
 from headrace.policy.schedule.scheduler import Scheduler
 
-
 GRACE_S = 0.5
 """Requests that gateways sent before they knew are taken: two heartbeats."""
 
