@@ -25,6 +25,7 @@ from headrace.cli.config.load import load_settings
 from headrace.cli.main import app
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.fleet.config import FleetConfig
+from headrace.fleet.kubernetes.lease import LEASES
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.kubernetes.watch import ENDPOINT_SLICES
 from headrace.fleet.supervisor import CUT_GRACE_S, ENGINE_GRACE_S, GATEWAY_GRACE_S
@@ -416,14 +417,22 @@ def test_engines_have_no_token_and_no_keys_and_drain_as_long_as_gateways() -> No
 
 def test_the_role_has_what_the_gateways_ask_for_and_nothing_more() -> None:
     objects = made_of("engines")
-    found, scaled = objects["Role"]["rules"]
+    found, scaled, made, held = objects["Role"]["rules"]
     assert found == {"apiGroups": [ENDPOINT_SLICES.group], "resources": [ENDPOINT_SLICES.plural], "verbs": ["list", "watch"]}
     name = objects["StatefulSet engines"]["metadata"]["name"]
     names = {"resources": ["statefulsets/scale"], "resourceNames": [name]}
     assert scaled == {"apiGroups": ["apps"], **names, "verbs": ["get", "patch"]}
+    of_leases = {"apiGroups": [LEASES.group], "resources": [LEASES.plural]}
+    assert made == {**of_leases, "verbs": ["create"]}
+    assert held == {**of_leases, "resourceNames": [f"{name}-autoscaler"], "verbs": ["get", "update"]}
+    assert "replicas" not in objects["StatefulSet engines"]["spec"], "an upgrade does not undo what was scaled"
     [remote] = [model["remote"] for model in merged(example("engines"))["config"]["models"]]
     assert remote["kubernetes"]["workload"] == f"statefulsets/{name}"
-    assert rendered({"engines": ENGINES, "config": {"models": [far()]}})["Role"]["rules"] == [found]
+    fixed = rendered({"engines": {**ENGINES, "replicas": 3}, "config": {"models": [far()]}})
+    assert (fixed["Role"]["rules"], fixed["StatefulSet engines"]["spec"]["replicas"]) == ([found], 3)
+    by_hand = {"service": "demo-engines", "workload": f"statefulsets/{name}"}
+    scaled_by_hand = rendered({"engines": ENGINES, "config": {"models": [far(kubernetes=by_hand)]}})
+    assert scaled_by_hand["Role"]["rules"] == [found, scaled]
     binding = objects["RoleBinding"]
     assert binding["roleRef"]["name"] == objects["Role"]["metadata"]["name"]
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": pod_of(objects)["serviceAccountName"], "namespace": NAMESPACE}]

@@ -23,7 +23,7 @@ from tls_kit import TOKEN, authority, write_certificates, write_whole
 from wire_kit import Served, socket_dir
 
 from headrace.engine.config import EngineConfig
-from headrace.fleet.config import FleetConfig, ModelSpec
+from headrace.fleet.config import FleetConfig, ModelSpec, ReplicaRange
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.supervisor import FleetReady, Supervisor
 from headrace.lab.fake_runner import FakeOptions
@@ -47,7 +47,7 @@ class Pods:
 
     async def start(self, name: str, host: str) -> None:
         options = FakeOptions(**{**CROWD, "step_seconds": STEP_S})
-        engine = Served(options, EngineConfig(model="fake"), f"{host}:0", token=TOKEN, tls=self.tls)
+        engine = Served(options, EngineConfig(model="fake", max_num_seqs=4), f"{host}:0", token=TOKEN, tls=self.tls)
         await engine.start()
         self.engines[name] = engine
         await self.say()
@@ -105,7 +105,7 @@ class Site:
 
 
 @asynccontextmanager
-async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autoscale: ReplicaRange | None = None) -> AsyncIterator[Site]:
     signer = authority()
     gateway_files, tls_dir = write_certificates(tmp_path / "gateway", signer, TlsRole.GATEWAY), tmp_path / "gateway"
     write_whole(tls_dir / "token", TOKEN.encode())
@@ -118,7 +118,9 @@ async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         pods = Pods(kube, engine_files)
         await pods.start("e-0", "127.0.0.2")
         alike = {"name": SERVICE, "address": f"{SERVICE}:1", "tls_dir": str(tls_dir)}
-        spec = ModelSpec(name=MODEL, folder=folder, replicas=0, remote=(alike,), kubernetes=KubernetesService(service=SERVICE))
+        service = KubernetesService(service=SERVICE, workload=f"statefulsets/{SERVICE}")
+        spec = ModelSpec(name=MODEL, folder=folder, replicas=0, remote=(alike,), kubernetes=service, autoscale=autoscale)
+        await kube.put("statefulsets", SERVICE, {"spec": {"replicas": 1}})
         gateway = {"port": 0, "request_log": "off"}
         config = FleetConfig(models=(spec,), gateway=gateway, run_dir=str(stack.enter_context(socket_dir())))
         ready: asyncio.Future[FleetReady] = asyncio.get_running_loop().create_future()
@@ -163,3 +165,17 @@ async def test_requests_go_on_while_pods_come_and_go_and_the_api_server_is_lost(
         await pods.start("e-2", "127.0.0.5")
         await made.serving("e-2")
         assert await made.answer() == 200
+
+
+async def test_a_pod_that_the_load_asks_for_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with site(tmp_path, monkeypatch, ReplicaRange(max=2)) as made, asyncio.TaskGroup() as asked:
+        long = [asked.create_task(made.answer(4000)) for _ in range(4)]
+        async with asyncio.timeout(PATIENCE_S):
+            while made.pods.kube.replicas("statefulsets", SERVICE) == 1:
+                await asyncio.sleep(PAGES_S)
+        assert not any(each.done() for each in long), "one pod is full, and another one was asked for"
+        await made.pods.start("e-1", "127.0.0.3")
+        await made.serving("e-0", "e-1")
+        assert await made.answer() == 200
+        for each in long:
+            each.cancel()

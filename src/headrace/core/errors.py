@@ -69,6 +69,7 @@
     |- CannotBind                  start: the gateway's address is taken
     |- CannotListen                start: the engine's address is taken
     |- ReloadRefused               supervisor: a child changed nothing
+    |- NotScaling                  fleet: another process scales a model
     |- KubernetesFailed            fleet: a cluster's API server refuses, or gives no answer
     |- FleetFailed                 a process of the fleet cannot be kept running
     |- ControlBusy                 fleet: another command changes the deployment

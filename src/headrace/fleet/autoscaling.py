@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -29,11 +29,25 @@ TICK_S = 2.0
 ACTOR = "autoscaler"
 
 
+class NotScaling(HeadraceError):
+    """Another process scales this model."""
+
+
 class Actuator(Protocol):
+    """Its methods raise NotScaling, or another HeadraceError: the next decision follows in any case."""
+
+    async def num_replicas(self, model: str) -> int:
+        """That are wanted now."""
+        ...
+
+    def load_s(self, model: str) -> float | None:
+        """From the start of a replica until it served, where one was seen."""
+        ...
+
     async def scale(self, model: str, num_replicas: int, reason: str) -> None:
         """Called after each decision; does nothing where the model has as many replicas, or is getting them.
 
-        Raises ControlBusy where that has to wait, or another HeadraceError. The next decision follows in any case.
+        Raises ControlBusy where that has to wait.
         """
         ...
 
@@ -45,6 +59,13 @@ class ProcessActuator:
         self._reconciler = reconciler
         self._slot = slot
         self._audit = audit
+
+    async def num_replicas(self, model: str) -> int:
+        return self._reconciler.deployment.targets[model].num_replicas
+
+    def load_s(self, model: str) -> float | None:
+        keepers = [process.keeper for process in self._reconciler.processes.values() if process.files.model == model]
+        return max((keeper.load_s for keeper in keepers if keeper.load_s is not None), default=None)
 
     async def scale(self, model: str, num_replicas: int, reason: str) -> None:
         target = self._reconciler.deployment.targets.get(model)
@@ -114,12 +135,13 @@ class ScaledModel:
 
 
 class Autoscaling:
-    """models: those whose configuration has `autoscale`, once a first decision was made"""
+    """models: those whose configuration has `autoscale`, and that are scaled here; not_scaled: why the others are not"""
 
-    def __init__(self, reconciler: Reconciler, actuator: Actuator) -> None:
+    def __init__(self, reconciler: Reconciler, actuator_of: Callable[[ModelSpec], Actuator]) -> None:
         self.models: dict[str, ScaledModel] = {}
+        self.not_scaled: dict[str, str] = {}
         self._reconciler = reconciler
-        self._actuator = actuator
+        self._actuator_of = actuator_of
         self._kept_at = 0.0
 
     async def run(self) -> None:
@@ -139,18 +161,23 @@ class Autoscaling:
         """now: seconds since 1970"""
         await self._reconciler.look()
         specs = [spec for spec in self._reconciler.config.models if spec.autoscale is not None]
-        new = [spec for spec in specs if spec.name not in self.models]
-        kept = read_scaling(self._reconciler.config.scaling_file) if new else {}
-        made = {spec.name: self._made(spec, kept.get(spec.name) or KeptScaling()) for spec in new}
-        self.models = {spec.name: made.get(spec.name) or self.models[spec.name] for spec in specs}
+        self.models = {spec.name: self.models[spec.name] for spec in specs if spec.name in self.models}
         for spec in specs:
-            await self._scale(spec, self.models[spec.name], now)
+            try:
+                await self._scale(spec, now)
+                self.not_scaled.pop(spec.name, None)
+            except HeadraceError as error:
+                if not isinstance(error, NotScaling) and str(error) != self.not_scaled.get(spec.name):
+                    log.error("%s: its replicas cannot be counted: %s", spec.name, error)
+                self.models.pop(spec.name, None)
+                self.not_scaled[spec.name] = str(error)
         if now - self._kept_at >= SLOT_S:
             self._kept_at = now
             self._keep()
 
-    def _made(self, spec: ModelSpec, kept: KeptScaling) -> ScaledModel:
-        num_replicas = self._reconciler.deployment.targets[spec.name].num_replicas
+    async def _made(self, spec: ModelSpec, actuator: Actuator) -> ScaledModel:
+        num_replicas = await actuator.num_replicas(spec.name)
+        kept = read_scaling(self._reconciler.config.scaling_file).get(spec.name) or KeptScaling()
         return ScaledModel(self._rules(spec, kept.load_s), num_replicas, kept)
 
     def _rules(self, spec: ModelSpec, load_s: float) -> ScalingRules:
@@ -162,16 +189,20 @@ class Autoscaling:
             load_s=load_s,
         )
 
-    async def _scale(self, spec: ModelSpec, model: ScaledModel, now: float) -> None:
-        keepers = [process.keeper for process in self._reconciler.processes.values() if process.files.model == spec.name]
-        model.load_s = max((keeper.load_s for keeper in keepers if keeper.load_s is not None), default=model.load_s)
+    async def _scale(self, spec: ModelSpec, now: float) -> None:
+        actuator = self._actuator_of(spec)
+        model = self.models.get(spec.name) or await self._made(spec, actuator)
+        self.models[spec.name] = model
+        model.load_s = actuator.load_s(spec.name) or model.load_s
         decision = model.decide(spec.name, self._reconciler.view, self._rules(spec, model.load_s), now)
         if decision is None:
             return
         model.reason = decision.reason
         try:
-            await self._actuator.scale(spec.name, decision.num_replicas, decision.reason)
+            await actuator.scale(spec.name, decision.num_replicas, decision.reason)
             model.failure = ""
+        except NotScaling:
+            raise
         except ControlBusy as error:
             model.failure = f"{counted(decision.num_replicas, 'replica')} later: {error}"
         except HeadraceError as error:

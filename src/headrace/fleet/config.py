@@ -248,17 +248,19 @@ def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
     if model.remote:
         if model.replicas:
             raise ConfigError(f"{where}.replicas", f"{model.replicas} is not 0 beside remote")
+        if model.autoscale is not None:
+            _check_range(where, 0, model.autoscale)
         return
     if not 1 <= model.replicas <= MAX_REPLICAS:
         raise ConfigError(f"{where}.replicas", f"{model.replicas} is outside 1..{MAX_REPLICAS}")
     if model.autoscale is not None:
-        check_options(model.autoscale, f"{where}.autoscale")
         _check_range(where, model.replicas, model.autoscale)
     if "model" in model.engine:
         raise ConfigError(f"{where}.engine.model", "is not an option here", "The model's folder is `path`.")
 
 
 def _check_range(where: str, replicas: int, autoscale: ReplicaRange) -> None:
+    check_options(autoscale, f"{where}.autoscale")
     if autoscale.min > autoscale.max:
         raise ConfigError(f"{where}.autoscale.min", f"{autoscale.min} is more than max, {autoscale.max}")
     if replicas > 1 and autoscale.within(replicas) != replicas:

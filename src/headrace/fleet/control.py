@@ -10,12 +10,12 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from headrace.core.errors import ConfigError, HeadraceError, counted
 from headrace.core.sleep import SleepLevel
 from headrace.fleet.adapter_commands import AdapterCommands
-from headrace.fleet.autoscaling import Autoscaling, ProcessActuator
+from headrace.fleet.autoscaling import Actuator, Autoscaling, ProcessActuator
 from headrace.fleet.commands import CommandAudit, CommandSlot, ControlBusy, Hear, ModelProgress, no_operator, say
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig, ModelSpec, check_can_become, with_choices_of_start
 from headrace.fleet.kubernetes.endpoints import MAX_ENGINES
@@ -23,6 +23,9 @@ from headrace.fleet.kubernetes.service import KubernetesService, check_in_pod
 from headrace.fleet.reconciler import Reconciler
 from headrace.policy.deployment import Deployment, RolloutOptions
 from headrace.wire.listening import shown_host
+
+if TYPE_CHECKING:
+    from headrace.fleet.kubernetes.actuator import PodActuator
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +69,25 @@ class FleetControl:
         self._drain_all = drain_all
         self._slot = CommandSlot()
         self.adapters = AdapterCommands(reconciler, self._slot)
-        self.autoscaling = Autoscaling(reconciler, ProcessActuator(reconciler, self._slot, self.audit))
+        self.autoscaling = Autoscaling(reconciler, self._actuator_of)
+        self._processes = ProcessActuator(reconciler, self._slot, self.audit)
+        self._pods: PodActuator | None = None
+
+    async def scale_by_load(self) -> None:
+        try:
+            await self.autoscaling.run()
+        finally:
+            if self._pods is not None:
+                await self._pods.close()
+
+    def _actuator_of(self, spec: ModelSpec) -> Actuator:
+        if spec.kubernetes is None:
+            return self._processes
+        if self._pods is None:
+            from headrace.fleet.kubernetes.actuator import PodActuator  # aiohttp takes a fifth of a second
+
+            self._pods = PodActuator(self._reconciler, self.audit)
+        return self._pods
 
     async def idle(self) -> None:
         await self._slot.wait_free()
@@ -227,7 +248,8 @@ class FleetControl:
             *(str(upstream["url"]) for upstream in spec.upstreams),
         ]
         if target is None:
-            return {"name": model, "served": "elsewhere", "upstreams": upstreams, "failure": reconciler.view.why_refused(model)}
+            failure, autoscale = reconciler.view.why_refused(model), self._autoscale_status(spec)
+            return {"name": model, "served": "elsewhere", "upstreams": upstreams, "failure": failure, "autoscale": autoscale}
         rollout = None if target.rollout is None else {"max_surge": target.rollout.max_surge, "allow_outage": target.rollout.allow_outage}
         return {
             "name": model,
@@ -245,7 +267,8 @@ class FleetControl:
         if spec.autoscale is None:
             return None
         scaled = self.autoscaling.models.get(spec.name)
-        reason = "no gateway has reported yet" if scaled is None else "; ".join(filter(None, [scaled.reason, scaled.failure]))
+        not_yet = self.autoscaling.not_scaled.get(spec.name, "no gateway has reported yet")
+        reason = not_yet if scaled is None else "; ".join(filter(None, [scaled.reason, scaled.failure]))
         return {"min": spec.autoscale.min, "max": spec.autoscale.max, "reason": reason}
 
     def _replica_status(self, name: str) -> Mapping[str, object]:

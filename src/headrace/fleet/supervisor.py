@@ -164,7 +164,7 @@ class Supervisor:
             await reconciler.first_service()
             if self._on_ready is not None:
                 self._on_ready(self._ready(reconciler))
-            await control.autoscaling.run()
+            await control.scale_by_load()
 
     def _ready(self, reconciler: Reconciler) -> FleetReady:
         processes = reconciler.processes

@@ -307,6 +307,16 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
         ("models: [{name: x}]", "models[0]", "exactly one of engine and upstreams"),
         ("models: [{remote: {model: M}}]", "models[0].remote", "exactly one of replicas and kubernetes"),
         (
+            "models: [{remote: {model: M, tls_dir: /t, kubernetes: {service: e}}, autoscale: {max: 2}}]",
+            "models[0].autoscale",
+            "this model has none",
+        ),
+        (
+            "models: [{remote: {model: M, tls_dir: /t, kubernetes: {service: e, workload: deployments/e}}, autoscale: {min: 3, max: 2}}]",
+            "models[0].autoscale.min",
+            "3 is more than max, 2",
+        ),
+        (
             "models: [{remote: {model: M, kubernetes: {service: e}, replicas: [{name: a, address: 'unix:/e'}]}}]",
             "models[0].remote",
             "exactly one of replicas and kubernetes",

@@ -42,6 +42,14 @@ labels:
 {{- end }}
 {{- end }}
 
+{{- define "headrace.autoscalesEngines" -}}
+{{- if include "headrace.scalesEngines" . }}
+{{- range .Values.config.models }}
+{{- if and (.remote).kubernetes .autoscale }}yes{{ end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "headrace.image" -}}
 "{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}"
 {{- end }}

@@ -173,17 +173,21 @@ def _shown_model(model: Mapping[str, Any]) -> list[str]:
 
     upstreams = shown_upstreams(model)
     if model["served"] == "elsewhere":
-        lines = [f"{model['name']}: {', '.join(upstreams)}"]
+        lines = [f"{model['name']}: {', '.join(upstreams)}", *_shown_scaling(model)]
         return [*lines, f"  {model['failure']}"] if model["failure"] else lines
     ready = sum(replica["ready"] for replica in model["replicas"])
     rollout = ", a rollout is under way" if model["rollout"] else ""
     state = f"{ready} of {model['wanted']} replicas ready, revision {model['revision']}{rollout}"
     lines = [f"{model['name']}: {', '.join([state, *upstreams])}"]
-    if scaled := model["autoscale"]:
-        lines.append(f"  by its load, {scaled['min']} to {scaled['max']}: {scaled['reason']}")
+    lines += _shown_scaling(model)
     lines += map(_shown_replica, model["replicas"])
     is_shown = any(replica["reason"] and replica["reason"] in model["failure"] for replica in model["replicas"])
     return lines if is_shown or not model["failure"] else [*lines, f"  {model['failure']}"]
+
+
+def _shown_scaling(model: Mapping[str, Any]) -> list[str]:
+    scaled = model.get("autoscale")
+    return [f"  by its load, {scaled['min']} to {scaled['max']}: {scaled['reason']}"] if scaled else []
 
 
 def _shown_replica(replica: Mapping[str, Any]) -> str:

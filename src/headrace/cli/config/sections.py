@@ -105,7 +105,9 @@ class ModelSection:
         1, "Engine processes, each with its own copy of the weights: more throughput, more memory.", low=1, high=MAX_REPLICAS
     )
     autoscale: ReplicaRange | None = option(
-        None, "The load decides how many engines there are; `replicas` is the number to start with.", role=Role.OPERATOR
+        None,
+        "The load decides how many engines there are; `replicas` is the number to start with. Engines that are pods need a `workload`.",
+        role=Role.OPERATOR,
     )
     standby: int = option(
         0,
@@ -150,6 +152,10 @@ class ModelSection:
     @property
     def num_engines(self) -> int:
         return self.replicas if self.engine is not None else 0
+
+    @property
+    def has_workload(self) -> bool:
+        return self.remote is not None and self.remote.kubernetes is not None and bool(self.remote.kubernetes.workload)
 
     @property
     def max_engines(self) -> int:
@@ -287,7 +293,7 @@ def _checked_model(where: str, model: ModelSection, find: FindGpus) -> ModelSect
     _check_answers(where, model)
     check_options(model, where)
     for name, default in (("replicas", 1), ("autoscale", None), ("standby", 0)):
-        if model.engine is None and getattr(model, name) != default:
+        if model.engine is None and getattr(model, name) != default and not (name == "autoscale" and model.has_workload):
             reason = "counts engines that are started here, and this model has none"
             raise ConfigError(f"{where}.{name}", reason, "Leave it out beside upstreams and remote.")
     if model.engine is None and model.adapters:

@@ -15,6 +15,10 @@ class WorkloadScaler:
         self._api, self._namespace, self._workload = api, namespace, workload
         self._resource = ApiResource("apps", f"{kind}/scale")
 
+    async def num_replicas(self) -> int:
+        """That are wanted now. Raises KubernetesFailed."""
+        return _wanted(await self._api.call("get", self._resource, self._namespace, self._name))
+
     async def scale(self, num_replicas: int) -> int:
         """Returns the number before. Changes nothing where another client changes it meanwhile. Raises KubernetesFailed."""
         try:

@@ -85,7 +85,7 @@ class EndpointWatch:
     def _changed(self) -> None:
         slices = self._slices.values()
         if not slices:  # a Service has one even while it has no pod
-            self._say(f"there is no EndpointSlice of it: is there a Service {self._service.service} with a selector?")
+            self._say("there is no EndpointSlice of it: it is missing, or has no selector")
             return
         if not has_port(slices, self._service.port_name):
             self._say(f"it has no port called {self._service.port_name}")

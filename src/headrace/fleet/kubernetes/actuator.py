@@ -1,0 +1,93 @@
+"""Scales by load the workloads whose pods are engines: the gateway pod that holds a workload's Lease decides, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from dataclasses import dataclass
+
+from headrace.core.errors import counted
+from headrace.fleet.autoscaling import ACTOR, NotScaling
+from headrace.fleet.commands import CommandAudit, no_operator
+from headrace.fleet.kubernetes.api import KubernetesApi
+from headrace.fleet.kubernetes.lease import LeaderLease
+from headrace.fleet.kubernetes.scale import WorkloadScaler
+from headrace.fleet.kubernetes.service import KubernetesService
+from headrace.fleet.reconciler import Reconciler
+
+log = logging.getLogger(__name__)
+
+REPEAT_S = 30.0
+"""The number is looked at again after so long, and written again where another client has changed it."""
+
+
+@dataclass(slots=True)
+class _Workload:
+    """grows_since: pods were added then, and some are not found yet; load_s: how long the last ones took"""
+
+    lease: LeaderLease
+    holding: asyncio.Task[None]
+    scaler: WorkloadScaler
+    written: int = -1
+    written_at: float = 0.0
+    grows_since: float | None = None
+    load_s: float | None = None
+
+
+class PodActuator:
+    def __init__(self, reconciler: Reconciler, audit: CommandAudit) -> None:
+        self._reconciler = reconciler
+        self._audit = audit
+        self._api = KubernetesApi.of_pod()
+        self._identity = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+        self._workloads: dict[KubernetesService, _Workload] = {}
+
+    async def num_replicas(self, model: str) -> int:
+        return await self._held(model)[1].scaler.num_replicas()
+
+    def load_s(self, model: str) -> float | None:
+        """Counted in pods that are found, which have loaded."""
+        service, workload = self._held(model)
+        num_found, now = len(self._reconciler.found.get(service, ())), asyncio.get_running_loop().time()
+        if workload.grows_since is not None and num_found >= workload.written:
+            workload.load_s, workload.grows_since = now - workload.grows_since, None
+        return workload.load_s
+
+    async def scale(self, model: str, num_replicas: int, reason: str) -> None:
+        service, workload = self._held(model)
+        now = asyncio.get_running_loop().time()
+        if workload.written == num_replicas and now - workload.written_at < REPEAT_S:
+            return
+        before = await workload.scaler.scale(num_replicas)
+        workload.written, workload.written_at = num_replicas, now
+        if before == num_replicas:
+            return
+        workload.grows_since = now if before < num_replicas else None
+        log.info("%s: %s of %s instead of %d: %s", model, counted(num_replicas, "pod"), service.workload, before, reason)
+        await self._audit.record(ACTOR, "scale", {"model": model, "replicas": num_replicas, "reason": reason}, no_operator)
+
+    def _held(self, model: str) -> tuple[KubernetesService, _Workload]:
+        """Raises NotScaling where another pod holds the Lease, or KubernetesFailed."""
+        [service] = [spec.kubernetes for spec in self._reconciler.config.models if spec.name == model]
+        assert service is not None, "another actuator has models without pods"
+        for left in [*self._workloads.keys() - self._reconciler.services]:
+            self._workloads.pop(left).holding.cancel()
+        workload = self._workloads.get(service) or self._made(service)
+        if not workload.lease.is_held:
+            raise NotScaling(workload.lease.failure or "another gateway pod scales it")
+        return service, workload
+
+    def _made(self, service: KubernetesService) -> _Workload:
+        namespace, name = service.namespace or self._api.own_namespace(), service.workload.partition("/")[2]
+        lease = LeaderLease(self._api, namespace, f"{name}-autoscaler", self._identity)
+        holding = asyncio.create_task(lease.run(), name=f"Lease of {name}")
+        made = self._workloads[service] = _Workload(lease, holding, WorkloadScaler(self._api, namespace, service.workload))
+        return made
+
+    async def close(self) -> None:
+        tasks = [workload.holding for workload in self._workloads.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

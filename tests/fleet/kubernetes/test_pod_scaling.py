@@ -1,0 +1,183 @@
+"""Tests a deployment that scales pods by their load: the supervisor, the API server's protocol, and a cluster that does what is written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from kube_kit import KubeServer, endpoint, kube_server, slice_of, use_pod
+from patience import eventually
+from scripted_site import Script, ScriptedSite, scripted_site
+
+from headrace.fleet.config import ModelSpec, ReplicaRange
+from headrace.fleet.kubernetes.actuator import REPEAT_S
+from headrace.fleet.kubernetes.lease import LEASE_S, RENEW_S
+from headrace.fleet.kubernetes.service import KubernetesService
+from headrace.policy.scaling import autoscaler
+from headrace.policy.scaling.autoscaler import MIN_SETTLE_S
+from headrace.wire.leash import ModelStatus, ReportedReplicaLoad
+
+pytestmark = pytest.mark.loop
+
+LEASE = "engines-autoscaler"
+
+
+def far(most: int = 4, least: int = 1) -> ModelSpec:
+    alike = {"name": "engines", "address": "engines:1", "token_file": "", "tls_dir": "/certificates"}
+    service = KubernetesService(service="engines", workload="statefulsets/engines")
+    autoscale = ReplicaRange(min=least, max=most)
+    return ModelSpec(name="far", folder=Path("none"), replicas=0, remote=(alike,), kubernetes=service, autoscale=autoscale)
+
+
+class Cluster:
+    """Does what a StatefulSet's controller does: pods come after load_s, and leave at once. It ends with the test."""
+
+    def __init__(self, kube: KubeServer, load_s: float = 40.0) -> None:
+        self.kube = kube
+        self.load_s = load_s
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        num_ready = 0
+        while True:
+            wanted = self.kube.replicas("statefulsets", "engines")
+            if wanted > num_ready:
+                await asyncio.sleep(self.load_s)
+            if wanted != num_ready:
+                num_ready = wanted
+                pods = [endpoint(f"e-{number}", f"10.0.0.{number + 1}") for number in range(num_ready)]
+                await self.kube.put("endpointslices", "engines-a", slice_of(*pods))
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+async def kube(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KubeServer]:
+    async with kube_server(tmp_path) as server:
+        use_pod(server, monkeypatch)
+        await server.put("statefulsets", "engines", {"spec": {"replicas": 1}})
+        cluster = Cluster(server)
+        yield server
+        cluster.task.cancel()
+
+
+@asynccontextmanager
+async def gateway_pod(kube: KubeServer, spec: ModelSpec | None = None) -> AsyncIterator[ScriptedSite]:
+    async with scripted_site(Script(), specs=(spec or far(),)) as site:
+        yield site
+
+
+def listed(site: ScriptedSite) -> list[str]:
+    return site.listed("far")
+
+
+def wants(site: ScriptedSite, fill: float, num_pods: int) -> None:
+    """Each pod's fill."""
+    load = ReportedReplicaLoad(round(16 * fill), 0, fill, num_finished=0, num_tokens=0, age_s=0.1)
+    site.script.loads = {f"e-{number}": load for number in range(num_pods)}
+
+
+async def reason(site: ScriptedSite) -> str:
+    [model] = (await site.status())["models"]
+    return str(model["autoscale"]["reason"])
+
+
+async def test_the_load_writes_the_number_of_pods_and_those_that_come_serve(kube: KubeServer) -> None:
+    async with gateway_pod(kube) as site:
+        wants(site, 0.3, 1)
+        await eventually(lambda: listed(site) == ["e-0"])
+        wants(site, 1.0, 1)
+        await eventually(lambda: kube.replicas("statefulsets", "engines") == 2)
+        assert listed(site) == ["e-0"], "it loads"
+        await eventually(lambda: listed(site) == ["e-0", "e-1"], 120)
+        wants(site, 1.3, 2)
+        await eventually(lambda: kube.replicas("statefulsets", "engines") == 4)
+        wants(site, 2.0, 2)
+        await asyncio.sleep(120)
+        assert kube.replicas("statefulsets", "engines") == 4, "never above max"
+        assert "sequences and KV fill" in await reason(site)
+        wants(site, 0.05, 4)
+        await asyncio.sleep(2 * MIN_SETTLE_S)
+        assert kube.replicas("statefulsets", "engines") == 1
+        await eventually(lambda: listed(site) == ["e-0"])
+
+
+async def test_a_gateway_pod_that_starts_beside_pods_that_run_takes_none_of_them_away(kube: KubeServer) -> None:
+    await kube.put("statefulsets", "engines", {"spec": {"replicas": 3}})
+    async with gateway_pod(kube) as site:
+        await asyncio.sleep(60)
+        assert kube.replicas("statefulsets", "engines") == 3, "although no engine was known at first"
+        wants(site, 0.5, 3)
+        await asyncio.sleep(MIN_SETTLE_S - 120)
+        assert kube.replicas("statefulsets", "engines") == 3
+
+
+async def test_of_two_gateway_pods_one_scales_and_the_other_takes_over_when_it_is_gone(kube: KubeServer) -> None:
+    async with gateway_pod(kube) as second:
+        await eventually(lambda: ("leases", LEASE) in kube.objects)
+        async with gateway_pod(kube) as first:
+            wants(second, 0.3, 1)
+            wants(first, 1.0, 1)
+            await asyncio.sleep(60)
+            assert kube.replicas("statefulsets", "engines") == 1, "the first that came decides"
+            assert await reason(first) == "another gateway pod scales it"
+        holder = kube.objects["leases", LEASE]["spec"]["holderIdentity"]
+    async with gateway_pod(kube) as third:
+        wants(third, 1.0, 1)
+        await asyncio.sleep(LEASE_S + 3 * RENEW_S)
+        assert kube.objects["leases", LEASE]["spec"]["holderIdentity"] != holder
+        assert kube.replicas("statefulsets", "engines") == 2
+
+
+async def test_a_number_that_another_client_has_written_is_written_again(kube: KubeServer) -> None:
+    async with gateway_pod(kube) as site:
+        wants(site, 0.3, 1)
+        await eventually(lambda: listed(site) == ["e-0"])
+        await asyncio.sleep(30)
+        await kube.put("statefulsets", "engines", {"spec": {"replicas": 6}})
+        await asyncio.sleep(REPEAT_S + 5)
+        assert kube.replicas("statefulsets", "engines") == 1
+
+
+@pytest.mark.parametrize(("verb", "resource"), [("patch", "statefulsets/scale"), ("get", "statefulsets/scale"), ("create", "leases")])
+async def test_a_rule_that_the_role_lacks_is_in_the_status(kube: KubeServer, verb: str, resource: str) -> None:
+    kube.forbidden.add((verb, resource))
+    async with gateway_pod(kube) as site:
+        wants(site, 1.0, 1)
+        async with asyncio.timeout(60):
+            while f'resources: ["{resource}"], verbs: ["{verb}"]' not in await reason(site):
+                await asyncio.sleep(1)
+        assert kube.replicas("statefulsets", "engines") == 1
+        kube.forbidden.clear()
+        await eventually(lambda: kube.replicas("statefulsets", "engines") == 2)
+
+
+async def test_while_the_api_server_is_lost_nothing_is_scaled_and_afterwards_what_is_needed_then(kube: KubeServer) -> None:
+    async with gateway_pod(kube) as site:
+        wants(site, 0.3, 1)
+        await eventually(lambda: listed(site) == ["e-0"])
+        await asyncio.sleep(10)
+        await kube.stop()
+        wants(site, 1.0, 1)
+        await asyncio.sleep(600)
+        assert listed(site) == ["e-0"]
+        assert "gave no answer" in await reason(site)
+        await kube.start()
+        await eventually(lambda: listed(site) == ["e-0", "e-1"], 240)
+
+
+async def test_an_idle_model_goes_to_no_pod_and_a_request_brings_one(kube: KubeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autoscaler, "IDLE_S", 60.0)
+    async with gateway_pod(kube, far(least=0)) as site:
+        wants(site, 0.0, 1)
+        await asyncio.sleep(60 + MIN_SETTLE_S + 60)
+        assert kube.replicas("statefulsets", "engines") == 0
+        await eventually(lambda: listed(site) == [])
+        [entry] = site.process("gateway").config["models"]
+        assert (entry["starts_on_demand"], "unavailable" in entry) == (True, False)
+        await asyncio.sleep(60)
+        assert kube.replicas("statefulsets", "engines") == 0
+        site.script.models["far"] = ModelStatus({}, num_arrived=1, num_held=1)
+        await eventually(lambda: listed(site) == ["e-0"], 120)
