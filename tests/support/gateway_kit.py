@@ -137,6 +137,10 @@ class FakeReplica(ReplicaClient):
         return len(self.streams)
 
     @property
+    def open_streams(self) -> Collection[ReplicaStream]:
+        return self.streams.values()
+
+    @property
     def unseen_handles(self) -> frozenset[Handle]:
         return frozenset(stream.handle for request_id, stream in self.streams.items() if request_id not in self.counted)
 
@@ -187,11 +191,11 @@ class FakeReplica(ReplicaClient):
         if (stream := self.streams.get(request_id)) is not None:
             stream.end_sequence(index)
 
-    def abandon(self, reason: str, may_move: Callable[[ReplicaStream], bool]) -> int:
+    def abandon(self, error_of: Callable[[], Unavailable], may_move: Callable[[ReplicaStream], bool]) -> int:
         moved = [(request_id, stream) for request_id, stream in self.streams.items() if may_move(stream)]
         for request_id, stream in moved:
             self.cancelled.append(request_id)
-            stream.fail(Unavailable(reason))
+            stream.fail(error_of())
         return len(moved)
 
     def die(self) -> None:

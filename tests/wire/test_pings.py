@@ -38,7 +38,7 @@ async def test_an_engine_that_is_heard_and_does_not_read_gets_no_new_work_until_
         assert replica.silent_s < HEARTBEAT_S, "a frame came after the cut: the engine is heard"
         with pytest.raises(Unavailable, match="not reading"):
             replica.submit(request("new"))
-        assert replica.abandon("moved", lambda stream: stream.handle in replica.unseen_handles) == 1
+        assert replica.abandon(lambda: Unavailable("moved"), lambda stream: stream.handle in replica.unseen_handles) == 1
         with pytest.raises(Unavailable, match="moved"):
             await read_all(lost)
         assert await reading == {0: fake_answer(running, 0, 200, engine.options)}, "what the engine computes already goes on"
@@ -75,7 +75,7 @@ async def test_pings_wait_behind_a_large_prompt_for_as_long_as_it_may_take(monke
         assert NOT_READING_AFTER_S - HEARTBEAT_S <= more_s <= NOT_READING_AFTER_S + HEARTBEAT_S
         engine.link.heal()
         await eventually(lambda: engine.service.num_open == 1)
-        assert replica.abandon("the end of this test", lambda _: True) == 1
+        assert replica.abandon(lambda: Unavailable("the end of this test"), lambda _: True) == 1
         await eventually(lambda: engine.is_idle)
 
 

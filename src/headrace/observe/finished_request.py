@@ -136,7 +136,7 @@ class AnswerAttempt(NamedTuple):
     at         on the clock of the request's arrival
     reason     why it was chosen, for a person
     compared   the replicas among which it was chosen, the chosen one first; empty: there was no choice
-    result     "answered", "rejected", "lost", "cancelled", "deadline" or "error"; of a foreign server as in
+    result     "answered", "rejected", "lost", "moved", "cancelled", "deadline" or "error"; of a foreign server as in
                headrace_upstream_attempts_total
     detail     beside a rejection or a loss: the error
     policy     that chose among replicas, by the option `routing`

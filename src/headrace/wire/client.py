@@ -10,7 +10,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -193,13 +193,18 @@ class ReplicaClient:
                 self._session.send_finish(stream.handle, index, keep_tokens, reason)
             stream.end_sequence(index)
 
-    def abandon(self, reason: str, may_move: Callable[[ReplicaStream], bool]) -> int:
-        """Each open stream that may move raises Unavailable, and the engine is sent a cancel. Returns how many."""
+    @property
+    def open_streams(self) -> Iterable[ReplicaStream]:
+        """In the order in which they were sent."""
+        return self._streams.values()
+
+    def abandon(self, error_of: Callable[[], Unavailable], may_move: Callable[[ReplicaStream], bool]) -> int:
+        """Each open stream that may move raises such an error, and the engine is sent a cancel. Returns how many."""
         moved = [stream for stream in self._streams.values() if may_move(stream)]
         for stream in moved:
             if self._session is not None:
                 self._session.send_cancel(stream.handle)
-            stream.fail(Unavailable(reason))
+            stream.fail(error_of())
         return len(moved)
 
     def _ended(self, stream: ReplicaStream) -> None:

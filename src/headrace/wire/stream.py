@@ -68,6 +68,7 @@ class ReplicaStream:
         "num_tokens",
         "numerics",
         "plain_row_handler",
+        "priority",
     )
 
     def __init__(
@@ -83,7 +84,7 @@ class ReplicaStream:
         """request_delivery  called when data arrives and no delivery is pending. The callee must call `deliver`, now or later"""
         self.attempt = Attempt(request.request_id, request.epoch)
         self.adapter, self.adapter_digest = request.adapter, request.adapter_digest
-        self.handle = handle
+        self.handle, self.priority = handle, request.priority
         self.is_unbegun = not request.output_ids
         """Whether any replica with its adapter may compute the request: no update has come, and it resumes nothing."""
         max_tokens = request.params.max_tokens

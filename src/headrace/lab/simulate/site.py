@@ -24,6 +24,7 @@ from headrace.lab.simulate.scaling import Counts, Scaling, ScalingChange, scalin
 from headrace.policy.admission import AdmissionOutcome, OverloadWatch, QueueState, decide, queue_state
 from headrace.policy.config import AdmissionRules
 from headrace.policy.routing.choice import UNMEASURED_DIVISOR, Candidate, Decision, ReplicaId
+from headrace.policy.routing.moves import MOVES_EVERY_S, moving
 from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_output_tokens
 from headrace.policy.routing.prefix_index import PrefixIndex, prompt_chunks
 from headrace.policy.routing.replicas import DEFAULT_POLICY, POLICIES, choose
@@ -74,6 +75,17 @@ class _Place:
     open: dict[RequestId, _Open] = field(default_factory=dict)
     is_leaving: bool = False
     is_given_back: bool = False
+
+    def candidate(self, gateway: int) -> Candidate:
+        return Candidate(ReplicaId(str(self.number)), None if self.replica is None else self.replica.report, self.sent[gateway])
+
+    def waiting(self, gateway: int) -> list[RequestId]:
+        """As far as the gateway knows: the last ones that it sent and that have no token."""
+        if self.replica is None:
+            return []
+        num_waiting = self.replica.report.num_waiting + self.sent[gateway].num_requests
+        unbegun = [name for name, request in self.open.items() if request.gateway == gateway and not request.times]
+        return unbegun[-num_waiting:] if num_waiting else []
 
 
 class SimulatedSite:
@@ -196,12 +208,10 @@ class SimulatedSite:
         """Without a replica a new request is refused, and a begun one waits."""
         running = {ReplicaId(str(place.number)): place for place in self._serving()}
         arrival, gateway, index = request.arrival, request.gateway, self._indexes[request.gateway]
-        has_index = POLICIES[self._routing].has_index
-        chunks = prompt_chunks(arrival.prompt_ids, salt=b"", adapter_digest="") if has_index else ()
+        chunks = self._chunks(request)
         candidates = [
-            Candidate(name, place.replica.report, place.sent[gateway], index.tokens(name, str(place.generation), chunks))
+            place.candidate(gateway)._replace(cached_tokens=index.tokens(name, str(place.generation), chunks))
             for name, place in running.items()
-            if place.replica is not None
         ]
         self._num_decisions += 1
         decision = Decision(
@@ -221,16 +231,44 @@ class SimulatedSite:
             self._waiting.append(request)
             self._at(now + (self._failover_s if self._scaling is None else self._scaling.hold_s), lambda at: self._give_up(request, at))
             return
-        place = running[chosen.replica_id]
+        self._submit(running[chosen.replica_id], request, now, chunks)
+
+    def _submit(self, place: _Place, request: _Open, now: float, chunks: Sequence[int]) -> None:
+        arrival, gateway = request.arrival, request.gateway
         request.attempt += 1
         name = RequestId(f"{request.number}.{request.attempt}")
         place.open[name] = request
         place.sent[gateway] = place.sent[gateway].plus(SentSince(1, len(arrival.prompt_ids)))
-        index.add(chosen.replica_id, str(place.generation), chunks, kv_tokens=place.model.num_blocks * place.model.config.block_size)
+        kv_tokens = place.model.num_blocks * place.model.config.block_size
+        self._indexes[gateway].add(ReplicaId(str(place.number)), str(place.generation), chunks, kv_tokens=kv_tokens)
         assert place.replica is not None
         place.replica.submit(_engine_request(name, request), now + self._gateway_s / 2)
         if not place.is_busy:
             self._turn(place, now + self._gateway_s / 2)
+
+    def _chunks(self, request: _Open) -> Sequence[int]:
+        has_index = POLICIES[self._routing].has_index
+        return prompt_chunks(request.arrival.prompt_ids, salt=b"", adapter_digest="") if has_index else ()
+
+    def _move_waiting(self, gateway: int, new: _Place, generation: int, waited: Sequence[tuple[_Place, RequestId]], now: float) -> None:
+        """waited: when `new` became ready, in the order of their places"""
+        if new.replica is None or new.is_leaving or new.generation != generation:
+            return
+        still = {(place.number, name) for place in self._places for name in place.waiting(gateway)}
+        left = [(place, name) for place, name in waited if (place.number, name) in still]
+        if not left:
+            return
+        size = RequestSize(self._num_prompt_tokens // max(1, self._num_arrived), self._expected_output_tokens())
+        queues = {each.replica_id: each for each in (place.candidate(gateway) for place, _ in left)}
+        names = [ReplicaId(str(place.number)) for place, _ in left]
+        for moved in moving(names, queues, new.candidate(gateway), size, block_size=self._block_size):
+            place, name = left[moved]
+            assert place.replica is not None
+            place.replica.engine.cancel(name)
+            request = place.open.pop(name)
+            self._submit(new, request, now, self._chunks(request))
+            self._give_back_if_done(place, now)
+        self._at(now + MOVES_EVERY_S, lambda at: self._move_waiting(gateway, new, generation, left, at))
 
     # -- a replica ---------------------------------------------------------------------------------------------------------------
 
@@ -298,6 +336,10 @@ class SimulatedSite:
         waiting, self._waiting = self._waiting, []
         for request in waiting:
             self._send(request, now)
+        for gateway in range(self._num_gateways):
+            queues = [(other, other.waiting(gateway)) for other in self._places if other is not place]
+            waited = sorted([(rank, other.number, name) for other, names in queues for rank, name in enumerate(names)])
+            self._move_waiting(gateway, place, place.generation, [(self._places[number], name) for _, number, name in waited], now)
 
     # -- scaling -----------------------------------------------------------------------------------------------------------------
 

@@ -17,18 +17,22 @@ from headrace.core.ids import RequestId
 from headrace.core.model_info import Numerics, numerics_digest
 from headrace.core.request import EngineRequest
 from headrace.core.update import FinishReason, Rejected, SequenceUpdate
+from headrace.gateway.upstream.own.moves import Moved
 from headrace.gateway.upstream.own.output_parsing import EarlierCallOutput, OutputParsing
 from headrace.gateway.upstream.own.replica_health import ConnectionKey, Replica, ReplicaInstance
 from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.gateway.upstream.own.submissions import Submission, SubmissionResult, Submissions
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.policy.admission import UnsentRequest
+from headrace.policy.routing.choice import ReplicaChoice
 from headrace.wire.stream import NO_NUMERICS, PlainRowHandler, ReplicaStream
 
 LOST = "The engine that worked on this request was lost; it can be sent again."
 
 TIMER_EARLY_S = 1e-6
 """An event loop's timer may come this much early."""
+
+CAME = "it became ready while the request waited at another one"
 
 MAX_TRIES = 2
 """Under overload more tries only add load."""
@@ -61,6 +65,7 @@ class SequenceGroup:
     num_read    output ids of the whole call that were read before the group was submitted
     num_prompt_logprobs  prompt positions whose log-probabilities this submission has sent
     is_earlier  the output ids come from an earlier stream of the client, not from a loss
+    target      it waited elsewhere when this replica became ready
     """
 
     indices: tuple[int, ...]
@@ -75,6 +80,7 @@ class SequenceGroup:
     num_read: int = 0
     num_prompt_logprobs: int = 0
     is_earlier: bool = False
+    target: Replica | None = None
 
 
 class CallAttempts:
@@ -190,6 +196,9 @@ class CallAttempts:
                 continue
             try:
                 updates = await group.updates.batch()
+            except Moved as moved:
+                self._move(group, moved.replica)
+                continue
             except Unavailable as error:  # clients get LOST; this error names sockets, and is its cause for the log
                 self._lose(group, error)
                 continue
@@ -210,7 +219,7 @@ class CallAttempts:
             self._num_prompt_logprobs = max(num_known, group.num_prompt_logprobs)
             if num_known > begin:
                 update = update._replace(prompt_logprobs=update.prompt_logprobs[num_known - begin :])
-        if group.wait_until is not None:
+        if group.wait_until is not None and group.target is None:
             update = update._replace(num_cached_tokens=None, queue_time_s=None, miss_reason=None)
         return update
 
@@ -251,9 +260,7 @@ class CallAttempts:
         whole = replace(self._call.request, epoch=self.epoch + 1)
         num_output, chunks = max(len(self.output_ids[index]) for index in group.indices), self._pool.chunks(whole)
         while True:
-            replica, choice = self._pool.pick(
-                whole, num_output=num_output, tried=group.tried, numerics=group.numerics, session=self._call.session, chunks=chunks
-            )
+            replica, choice = self._chosen(group, whole, num_output, chunks)
             group.tried.add(replica.instance)
             request = whole if group.wait_until is None else self._resumed(group, whole)
             try:
@@ -264,7 +271,7 @@ class CallAttempts:
             if self._call.unsent is not None:
                 self._call.unsent.uncount()
             self.epoch += 1
-            self.num_resumes += group.wait_until is not None and not group.is_earlier
+            self.num_resumes += group.wait_until is not None and group.target is None and not group.is_earlier
             group.replica, group.request_id, group.num_read = replica, request.request_id, self._num_read
             group.epoch = self.epoch
             group.num_prompt_logprobs = 0
@@ -272,6 +279,14 @@ class CallAttempts:
             for index in group.indices:
                 self.replicas[index] = str(replica.name)
             return
+
+    def _chosen(self, group: SequenceGroup, whole: EngineRequest, num_output: int, chunks: Sequence[int]) -> tuple[Replica, ReplicaChoice]:
+        target = group.target
+        if target is not None and target.instance not in group.tried:
+            return target, ReplicaChoice(target.name, CAME)
+        return self._pool.pick(
+            whole, num_output=num_output, tried=group.tried, numerics=group.numerics, session=self._call.session, chunks=chunks
+        )
 
     def _resumed(self, group: SequenceGroup, whole: EngineRequest) -> EngineRequest:
         if whole.params.prompt_logprobs is not None and self._num_prompt_logprobs >= len(whole.prompt_ids) - 1:
@@ -302,6 +317,13 @@ class CallAttempts:
                 return
         self._drop_all()
         raise error
+
+    def _move(self, group: SequenceGroup, target: Replica) -> None:
+        """Nothing of it was read: it is sent again as it was."""
+        assert group.submission is not None
+        group.submission.end(self._pool.clock(), SubmissionResult.MOVED)
+        self._drop(group)
+        self._groups.append(SequenceGroup(group.indices, None, self._pool.clock() + self._pool.failover_s, target=target))
 
     # -- after a loss --------------------------------------------------------------------------------------------------------------
 

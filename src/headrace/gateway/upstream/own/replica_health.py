@@ -19,6 +19,7 @@ from headrace.policy.routing.predicted_time import SentSince
 from headrace.wire.client import ConnectionState, ReplicaClient, SeenLoad
 from headrace.wire.leash import ASLEEP, DRAINING
 from headrace.wire.service import SILENT_AFTER_S
+from headrace.wire.stream import ReplicaStream
 
 IDLE_STALL_S = 0.8
 """Seconds without a wake-up after which an idle loop counts as stuck."""
@@ -204,6 +205,17 @@ class Replica:
 
     def has_adapter(self, name: str | None, digest: str) -> bool:
         return name is None or self.adapters.get(name) == digest
+
+    def waiting(self) -> list[ReplicaStream]:
+        """The requests of this gateway that wait there, as far as its load says: the last ones of which nothing has come."""
+        load, sent, *_ = self.candidate()[1:]
+        unbegun = [stream for stream in self.connection.open_streams if stream.is_unbegun]
+        num_waiting = sent.num_requests + (load.num_waiting if load is not None else 0)
+        return unbegun[-num_waiting:] if num_waiting else []
+
+    def can_take(self, stream: ReplicaStream) -> bool:
+        """As far as its size and its adapter go."""
+        return self.max_model_len >= stream.num_tokens and self.has_adapter(stream.adapter, stream.adapter_digest)
 
     def health(self, reason: str, now: float) -> ReplicaHealth:
         connection = self.connection

@@ -20,6 +20,7 @@ from headrace.core.model_info import ModelInfo, Numerics, may_resume, numerics_d
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.gateway.upstream.model_config import PoolRules
 from headrace.gateway.upstream.own.holding import HOLD_S, HeldRequests
+from headrace.gateway.upstream.own.moves import QueueMoves
 from headrace.gateway.upstream.own.replica_health import EJECTED, Replica, ReplicaAttempt, ReplicaInstance, stalled_s
 from headrace.gateway.upstream.seam import Hold, ReplicaHealth
 from headrace.policy.admission import BUSY_DEPTH, QueueState, UnsentRequest, UnsentRequests, queue_state
@@ -128,6 +129,7 @@ class ReplicaPool:
         self.failover_s, self.routing = failover_s, routing
         self.resume_budget = RetryBudget(share=RESUME_SHARE, burst=RESUME_BURST)
         self.clock = clock
+        self._moves = QueueMoves()
         self._change: asyncio.Future[None] | None = None
         self._last_ready: frozenset[tuple[str, str, str]] = frozenset()
         self._woken_at = clock()
@@ -301,10 +303,9 @@ class ReplicaPool:
             return is_equal and replica.has_adapter(request.adapter, request.adapter_digest)
 
         self._num_decisions += 1
-        facts = self._first_facts()
         decision = Decision(
             self._size(prompt_tokens, max_output_tokens),
-            facts.block_size if facts else 16,
+            self._block_size,
             self._random,
             session,
             self._num_decisions,
@@ -324,13 +325,18 @@ class ReplicaPool:
         return self._queue(lowest, unsent.num_requests(lowest) + self._held.num_requests(lowest))
 
     @property
+    def _block_size(self) -> int:
+        facts = self._first_facts()
+        return facts.block_size if facts else 16
+
+    @property
     def _traits(self) -> QueueTraits:
         facts = self._first_facts()
         return traits_of(facts.queue_policy if facts else "")
 
     def _queue(self, lowest: PriorityClass, num_joining: int) -> QueueState | None:
         """num_joining: requests that come before, at any replica"""
-        facts, size, glance, now, traits = self._first_facts(), self._mean_size(), self._glance_at_many(), self.clock(), self._traits
+        size, glance, now, traits = self._mean_size(), self._glance_at_many(), self.clock(), self._traits
         shortest = () if glance is None else glance.shortest.get(lowest, ())
         replicas = [replica for replica in shortest if not replica.verdict(now)] or self.ready() or self.replicas
         joined = _joined(num_joining, len((glance and glance.ready) or replicas), size)
@@ -338,7 +344,7 @@ class ReplicaPool:
         for replica in replicas:
             _, load, sent, *_ = replica.candidate(lowest)
             if load is not None:
-                state = queue_state(load, sent.plus(joined), size, lowest=lowest, block_size=facts.block_size if facts else 16)
+                state = queue_state(load, sent.plus(joined), size, lowest=lowest, block_size=self._block_size)
                 queues.append((state, load.max_num_seqs if traits.has_tenants else 0, replica))
         queues.sort(key=lambda queue: (queue[0].wait_s, queue[0].depth))
         if glance is not None and len(replicas) > NUM_SHORTEST:
@@ -469,8 +475,11 @@ class ReplicaPool:
         while True:
             await asyncio.sleep(TICK_S)
             try:
-                for replica in (*self.replicas, *self.retired) if self.failover_s else ():
+                every = (*self.replicas, *self.retired) if self.failover_s else ()
+                for replica in every:
                     self._look_at(replica)
+                if every:
+                    self._moves.look(self.ready(), every, self._mean_size(), self._block_size, self.clock())
                 self._connected_before = self._ever_connected()
                 if self._held:
                     self._release()
@@ -492,10 +501,10 @@ class ReplicaPool:
         unseen = connection.unseen_handles
 
         def may_move(stream: ReplicaStream) -> bool:
-            able = [each for each in (others if stream.is_unbegun else equal) if each.max_model_len >= stream.num_tokens]
-            return (is_hanging or stream.handle in unseen) and any(each.has_adapter(stream.adapter, stream.adapter_digest) for each in able)
+            able = others if stream.is_unbegun else equal
+            return (is_hanging or stream.handle in unseen) and any(each.can_take(stream) for each in able)
 
-        if num_moved := connection.abandon(reason, may_move):
+        if num_moved := connection.abandon(lambda: Unavailable(reason), may_move):
             log.warning("%s: %d of its requests move to another one", reason, num_moved)
 
     def _wake(self) -> None:

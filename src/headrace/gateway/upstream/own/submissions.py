@@ -18,6 +18,7 @@ class SubmissionResult(StrEnum):
     ANSWERED = "answered"
     REJECTED = "rejected"
     LOST = "lost"
+    MOVED = "moved"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
@@ -73,6 +74,8 @@ class Submission:
         sent_at, last = self.attempt.sent_at, self.lasts.get(index)
         if self.result is SubmissionResult.REJECTED:
             return [Span("route", sent_at, self.ended_at)]
+        if self.result is SubmissionResult.MOVED:
+            return [Span("queue", sent_at, self.ended_at)]
         if last is not None and last.stages is not None:
             names = ["queue", *[STAGES[stage] for stage, _ in last.entered]]
             moments = [sent_at, *[sent_at + offset for _, offset in last.entered], sent_at + sum(last.stages)]
@@ -156,7 +159,7 @@ class Submissions:
             spans.append(Span(waits, since, each.attempt.sent_at))
             spans += each.spans(index, min(each.ended_at, ended_at))
             waits, since = "resume" if each.result is SubmissionResult.LOST else "route", min(each.ended_at, ended_at)
-            is_waiting = each.result in (SubmissionResult.LOST, SubmissionResult.REJECTED)
+            is_waiting = each.result in (SubmissionResult.LOST, SubmissionResult.MOVED, SubmissionResult.REJECTED)
         if is_waiting:
             spans.append(Span(waits, since, ended_at))
         return [span for span in spans if span.end > span.start]
