@@ -169,7 +169,7 @@ async def test_a_replica_that_was_lost_is_waited_for_as_long_as_running_requests
 
 
 async def test_a_stream_has_comments_while_it_waits_and_is_the_same_then(text: TextModel) -> None:
-    async with open_bench(text) as bench:
+    async with open_bench(text, timeouts={"failover_s": 6 * PING_S}) as bench:
         plain = await bench.chat(stream=True, seed=1)
         info = lose(bench)
         asking = asyncio.create_task(bench.chat(stream=True, seed=1))
