@@ -21,14 +21,14 @@ def test_digests_follow_the_content_of_the_files(tmp_path: Path) -> None:
     one = load_text(text_kit.save_byte_level(tmp_path / "one"))
     same = load_text(text_kit.save_byte_level(tmp_path / "two"))
     assert one.digests == same.digests
-    assert set(one.digests) == {"tokenizer", "template"}
+    assert set(one.digests) == {"tokenizer", "template", "special tokens"}
     other = text_kit.save_byte_level(tmp_path / "three", chat_template="{{ messages }}", bos=False)
     assert load_text(other).digests["template"] != one.digests["template"]
     assert load_text(other).digests["tokenizer"] != one.digests["tokenizer"]
 
 
 def test_a_kind_without_files_has_no_digest() -> None:
-    assert text_digests({}) == {"tokenizer": "", "template": ""}
+    assert text_digests({}) == {"tokenizer": "", "template": "", "special tokens": ""}
     assert text_digests({"tokenizer.json": b"x"})["tokenizer"] != ""
 
 

@@ -103,6 +103,7 @@ class ModelInfo:
 TEXT_FILES: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("tokenizer.json",),
     "template": ("chat_template.jinja", "tokenizer_config.json", "chat_template.json"),
+    "special tokens": ("special_tokens_map.json", "added_tokens.json"),
 }
 
 

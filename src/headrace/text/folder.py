@@ -26,8 +26,13 @@ def load_text(folder: str | Path) -> TextModel:
     path = Path(folder)
     tokenizer = Tokenizer.load(path)
     _check_vocabulary(path, tokenizer)
-    names = [name for names in TEXT_FILES.values() for name in names if (path / name).is_file()]
-    return TextModel(tokenizer, ChatTemplate.load(path, tokenizer), text_digests({name: read_bytes(path / name) for name in names}))
+    return TextModel(tokenizer, ChatTemplate.load(path, tokenizer), digests_of(path))
+
+
+def digests_of(folder: Path) -> dict[str, str]:
+    """Equal where two folders give the same tokens and prompts. Raises CheckpointError"""
+    names = [name for names in TEXT_FILES.values() for name in names if (folder / name).is_file()]
+    return text_digests({name: read_bytes(folder / name) for name in names})
 
 
 def _check_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:

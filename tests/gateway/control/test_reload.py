@@ -275,19 +275,35 @@ async def test_a_prompt_that_waits_is_read_by_new_text_workers_although_its_mode
         await eventually(lambda: set(bench.reloader.status()) == {"owl"})
 
 
-async def test_another_folder_is_another_model_for_later_requests(bench: TestBench) -> None:
+async def test_another_tokenizer_is_another_model_for_later_requests(text: TextModel) -> None:
     """Engines of a folder are held to its tokenizer: all of them are connected to anew."""
-    old = bench.replicas["r0"]
-    running = await held_stream(bench, old)
-    await apply(bench, model(MODEL, "r0", folder="/elsewhere"))
-    new = bench.replicas["r0"]
-    assert new is not old
-    assert (await bench.chat()).status_code == 200
-    assert (len(old.requests), len(new.requests)) == (1, 1)
-    old.go.set()
+    other = replace(text, digests={"tokenizer": "another"})
+    async with open_bench(text, models=[model(MODEL, "r0")], load=lambda _: other) as bench:
+        old = bench.replicas["r0"]
+        running = await held_stream(bench, old)
+        await apply(bench, model(MODEL, "r0", folder="/elsewhere"))
+        new = bench.replicas["r0"]
+        assert new is not old
+        assert (await bench.chat()).status_code == 200
+        assert (len(old.requests), len(new.requests)) == (1, 1)
+        old.go.set()
+        assert said(await running) == SAID
+        await eventually(lambda: old.is_closed)
+        assert not new.is_closed
+
+
+async def test_another_folder_of_the_same_text_keeps_connections_and_streams(bench: TestBench) -> None:
+    """Text workers that start later read the new folder: the old one may be gone by then."""
+    kept = bench.replicas["r0"]
+    running = await held_stream(bench, kept)
+    await apply(bench, model(MODEL, "r0", "r1", folder="/elsewhere"))
+    assert (bench.replicas["r0"], bench.reloader.status()[MODEL]["r0"]) == (kept, ReplicaStatus(True, "", 1))
+    assert bench.reloader._texts.host.models == {MODEL: "/elsewhere"}
+    kept.go.set()
     assert said(await running) == SAID
-    await eventually(lambda: old.is_closed)
-    assert not new.is_closed
+    assert (await bench.chat()).status_code == 200
+    await apply(bench, model(MODEL, "r0"))
+    assert bench.replicas["r0"] is kept, "a rollout goes back"
 
 
 async def test_aliases_and_parsers_change_without_a_new_connection(bench: TestBench) -> None:

@@ -130,13 +130,13 @@ class ModelOpener:
     def why_unreadable(self, model: OpenModel) -> CheckpointError | None:
         return model.failure if model.text is None else self._text_pool.failures.get(model.text.name)
 
-    def change(self, model: OpenModel, config: ModelConfig) -> Callable[[], None] | None:
+    def change(self, model: OpenModel, config: ModelConfig, text: LoadedText | None) -> Callable[[], None] | None:
         """Calling the result applies `config`; new replicas are not connected before. None: the model must be opened again, because its
-        folder or its foreign servers changed, or its text could not be used. Raises ConfigError.
+        text or its foreign servers changed, or its text could not be used. Raises ConfigError.
         """
-        if model.failure is not None:
+        if model.failure is not None or config.upstreams != model.config.upstreams:
             return None
-        if config.folder != model.config.folder or config.upstreams != model.config.upstreams:
+        if (text and text.name) != (model.text and model.text.name):
             return None
         wanted = [_resolved(replica) for replica in config.replicas]
         add: dict[ReplicaConfig, Replica] = {}
@@ -150,7 +150,7 @@ class ModelOpener:
                 model.pool.change(add=add.values(), retire=retire.values())
                 model.pool.unavailable, model.pool.starts_on_demand = config.unavailable, config.starts_on_demand
             model.replicas = {known: replica for known, replica in (model.replicas | add).items() if known not in retire}
-            model.config, model.served = config, served
+            model.config, model.served, model.text = config, served, text
 
         return apply
 

@@ -123,7 +123,7 @@ class SiteModels:
         async with AsyncExitStack() as undo:
             for model in models:
                 known, text = self.models.get(model.name), texts.get(model.name)
-                if known is not None and not isinstance(text, FailedText) and (change := self.opener.change(known, model)) is not None:
+                if known is not None and not isinstance(text, FailedText) and (change := self.opener.change(known, model, text)):
                     changed[model.name] = change
                     continue
                 opened[model.name] = await self.opener.open(model, text, rules, known)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.core.errors import CheckpointError
 from headrace.gateway.text_workers.frames import HostConfig, Workers
@@ -28,7 +28,7 @@ MakeWorkers = Callable[[HostConfig, Collection[str]], Workers]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedText:
-    """name: in text workers, never reused for another folder"""
+    """name: in text workers, never reused for other text"""
 
     name: str
     folder: str
@@ -125,6 +125,8 @@ class LoadedTexts:
             if isinstance(known, LoadedText):
                 raise
             text = error
+        if isinstance(known, LoadedText) and isinstance(text, TextModel) and text.digests == known.model.digests != {}:
+            return replace(known, folder=model.folder)
         return _text_of(name, model.folder, text)
 
     def _in_workers(self, model: str, text: LoadedText | FailedText, workers: Workers) -> LoadedText | FailedText:
