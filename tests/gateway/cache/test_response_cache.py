@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from gateway_kit import MODEL, TestBench, chat_body, events_of, eventually, metric, open_bench
+from gateway_kit import MODEL, TestBench, chat_body, events_of, eventually, metric, open_bench, two_replicas
 from scripted_store import script_answers
 from virtual_time import VirtualTimeLoop
 
@@ -158,6 +158,18 @@ async def test_other_weights_give_another_answer(cached: TestBench) -> None:
     assert info is not None
     cached.replica.info = replace(info, model=replace(info.model, numerics={"weights": "other"}))
     assert result(await cached.chat(**GREEDY)) == "miss"
+
+
+async def test_an_answer_kept_while_two_versions_serve_is_not_given_once_one_is_left(text: TextModel) -> None:
+    """Either of them may have given it, and the one that is left need not be the one that stays."""
+    async with open_bench(text, **ON, models=two_replicas()) as bench:
+        before, canary = (replica.info for replica in bench.replicas.values())
+        assert before is not None
+        assert canary is not None
+        bench.replicas["r1"].info = replace(canary, model=replace(canary.model, numerics={"weights": "other"}))
+        assert [result(await bench.chat(**GREEDY)) for _ in range(2)] == ["miss", "hit"]
+        bench.replicas["r1"].info = canary
+        assert result(await bench.chat(**GREEDY)) == "miss"
 
 
 async def test_tenants_share_nothing(text: TextModel) -> None:

@@ -323,11 +323,14 @@ async def test_an_answer_without_a_limit_goes_on_only_where_its_context_has_room
         await stream.close()
 
 
-async def test_other_numerics_are_never_taken_and_the_wait_ends(text: TextModel) -> None:
+@pytest.mark.parametrize(
+    ("other", "reason"), [({"kernels": "avx2"}, "r1: kernels: avx512 and avx2"), ({"weights": "cd"}, "r1: weights: ab and cd")]
+)
+async def test_other_numerics_are_never_taken_and_the_wait_ends(text: TextModel, other: dict[str, str], reason: str) -> None:
     async with open_bench(text, models=two_replicas(), timeouts={"failover_s": 0.3}) as bench:
         first, second = equal_replicas(bench)
         assert second.info is not None
-        second.info = replace(second.info, model=replace(second.info.model, numerics={**NUMERICS, "kernels": "avx2"}))
+        second.info = replace(second.info, model=replace(second.info.model, numerics=NUMERICS | other))
         answer, stream = Answer(), stream_of(bench, text)
         await read(stream, answer, until=3)
         first.die()
@@ -335,7 +338,33 @@ async def test_other_numerics_are_never_taken_and_the_wait_ends(text: TextModel)
         with pytest.raises(ReplicaLost) as raised:
             await read(stream, answer)
         assert virtual_loop().time() - lost_at == pytest.approx(0.3)
-        assert raised.value.why_not_resume == "r1: kernels: avx512 and avx2"
+        assert raised.value.why_not_resume == reason
+        assert second.requests == []
+
+
+@pytest.mark.parametrize(
+    ("params", "read_already"), [({"n": 2}, {"token_ids": (7,)}), ({"prompt_logprobs": 0}, {"token_ids": ()})], ids=["choice", "prompt"]
+)
+async def test_no_part_of_an_answer_comes_from_other_weights(
+    text: TextModel, params: dict[str, Any], read_already: dict[str, Any]
+) -> None:
+    """Neither a choice of which nothing was read beside one that has begun, nor log-probabilities of the rest of a prompt."""
+    async with open_bench(text, models=two_replicas(), timeouts={"failover_s": 0.3}) as bench:
+        first, second = equal_replicas(bench)
+        assert second.info is not None
+        second.info = replace(second.info, model=replace(second.info.model, numerics=NUMERICS | {"weights": "cd"}))
+        first.go.clear()
+
+        def say_once(request: EngineRequest, updates: ReplicaStream) -> None:
+            logprobs = (token_logprobs(request.prompt_ids[1], 0),) if "prompt_logprobs" in params else ()
+            updates.put(update_of(request, 0, prompt_logprobs=logprobs, **read_already))
+
+        first.on_submit = say_once
+        stream, answer = stream_of(bench, text, **params), Answer()
+        answer.take(await stream.events())
+        first.die()
+        with pytest.raises(ReplicaLost):
+            await read(stream, answer)
         assert second.requests == []
 
 

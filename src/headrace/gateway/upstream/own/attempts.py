@@ -132,10 +132,8 @@ class CallAttempts:
         """Continue an earlier stream, before the first `batch` and after `keep` of its output ids."""
         self._numerics = numerics
         wait_until = self._pool.clock() + self._pool.failover_s
-        self._groups = [
-            SequenceGroup((index,), numerics if self.output_ids[index] else None, wait_until, is_earlier=True)
-            for index in sorted(self._open)
-        ]
+        required = numerics if any(self.output_ids) else None
+        self._groups = [SequenceGroup((index,), required, wait_until, is_earlier=True) for index in sorted(self._open)]
 
     def end(self, index: int, finish: FinishReason | None) -> None:
         self._open.discard(index)
@@ -338,14 +336,15 @@ class CallAttempts:
         if not indices:
             return
         wait_s = self._pool.failover_s
+        has_output = any(self.output_ids)
+        required = numerics if has_output or self._num_prompt_logprobs else None  # all of an answer is of one model
         if not wait_s or not self._may_resume_again(group):
-            self._give_up(numerics if any(self.output_ids) else None, error)
+            self._give_up(required, error)
         wait_until = self._pool.clock() + wait_s
-        if len(indices) == len(self.output_ids) and not any(self.output_ids):
-            self._groups.append(SequenceGroup(group.indices, None, wait_until))
+        if len(indices) == len(self.output_ids) and not has_output:
+            self._groups.append(SequenceGroup(group.indices, required, wait_until))
             return
-        for index in indices:
-            self._groups.append(SequenceGroup((index,), numerics if self.output_ids[index] else None, wait_until))
+        self._groups += [SequenceGroup((index,), required, wait_until) for index in indices]
 
     def _may_resume_again(self, group: SequenceGroup) -> bool:
         """Several groups at one lost connection count as one loss."""

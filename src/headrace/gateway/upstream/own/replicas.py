@@ -201,6 +201,15 @@ class ReplicaPool:
         """From the replica with the largest `max_model_len`; without a connection, the last known facts."""
         return max(self._models(), key=lambda model: model.max_model_len, default=None)
 
+    @property
+    def version(self) -> str:
+        """Answers are kept under it; while replicas differ, as in a rollout, none of them has it alone."""
+        distinct: list[ModelInfo] = []
+        for model in self._models():
+            if not any((model.digests, model.numerics) == (other.digests, other.numerics) for other in distinct):
+                distinct.append(model)
+        return "+".join(sorted(model.version for model in distinct))
+
     def _first_facts(self) -> ModelInfo | None:
         """Block size and queue policy are the same at all."""
         return next((info.model for replica in self.replicas if (info := replica.connection.info) is not None), None)

@@ -93,8 +93,8 @@ class TokenUpstream(Upstream):
 
     @property
     def version(self) -> str:
-        info = self._pool.info
-        return f"{info.version}{self._adapter_digest}" if info else ""
+        version = self._pool.version
+        return f"{version}{self._adapter_digest}" if version else ""
 
     @property
     def knows_adapters(self) -> bool:
