@@ -316,7 +316,7 @@ class AttemptCounts:
     num_failed    the engine could not go on: its fault
     num_refused   for what the request asks: its client's fault
     num_rejected  not taken by a replica that was full, or about to leave
-    num_begun     had a first token; ttft_s: the sum of their seconds from being sent until then
+    num_begun     had a first token; ttft_s: the sum of their seconds from being sent until then, ttft_s_squared: of the squares
     """
 
     num_sent: int = 0
@@ -326,6 +326,7 @@ class AttemptCounts:
     num_rejected: int = 0
     num_begun: int = 0
     ttft_s: float = 0.0
+    ttft_s_squared: float = 0.0
 
     @staticmethod
     def summed(counts: Iterable[AttemptCounts]) -> AttemptCounts:

@@ -20,6 +20,7 @@ from headrace.core.errors import ConfigError, HeadraceError, Unavailable
 from headrace.core.load import AttemptCounts
 from headrace.fleet.files import write_gateway_file
 from headrace.fleet.keeper import ProcessKeeper
+from headrace.policy.canary import ServedCounts
 from headrace.wire.leash import ASLEEP, DRAINING, ModelStatus, ModelStatuses, ReloadRefused, ReplicaStatus, ReportedReplicaLoad
 from headrace.wire.listening import bound_sockets, close_all, shown_host
 
@@ -74,6 +75,12 @@ class GatewaysView:
     def attempts(self, model: str, replica: str) -> AttemptCounts:
         """Summed over the gateways that answered: the sums are less once a gateway has begun anew."""
         return AttemptCounts.summed(status.attempts for status in self._of(model, replica) if status is not None)
+
+    def served(self, model: str, replica: str) -> ServedCounts:
+        """Only what has ended counts as a request; what a replica could not take, or its client asked wrongly, does not."""
+        sent, num_open = self.attempts(model, replica), self.num_open(model, replica) or 0
+        num_ended = max(0, sent.num_sent - num_open - sent.num_refused - sent.num_rejected)
+        return ServedCounts(num_ended, sent.num_lost + sent.num_failed, sent.num_begun, sent.ttft_s, sent.ttft_s_squared)
 
     def of(self, model: str) -> list[ModelStatus]:
         return [answer[model] for answer in self.answers if model in answer]

@@ -114,8 +114,10 @@ class ReplicaAttempt:
         if not self._has_begun and any(update.token_ids for update in updates):
             self._has_begun = True
             self._circuit.breaker.begin(self._ticket)
+            ttft_s = self._clock() - self.sent_at
             self._circuit.attempts.num_begun += 1
-            self._circuit.attempts.ttft_s += self._clock() - self.sent_at
+            self._circuit.attempts.ttft_s += ttft_s
+            self._circuit.attempts.ttft_s_squared += ttft_s**2
         for update in updates:
             if update.finish is FinishReason.ERROR:
                 if (update.error or "").startswith(CANNOT_CONTINUE):
