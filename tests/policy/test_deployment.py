@@ -257,6 +257,98 @@ def test_a_standby_that_is_drained_is_replaced_and_takes_nothing_from_the_model(
     assert run(pair) == [StartReplica("tiny", is_standby=True)]
 
 
+def revisions(deployment: Deployment) -> dict[str, int]:
+    return {name: replica.revision for name, replica in deployment.replicas.items()}
+
+
+@pytest.fixture
+def canary(pair: Deployment) -> Deployment:
+    """Another version's first replica serves beside the pair, and has not been judged."""
+    pair.roll_out("tiny", RolloutOptions(is_version=True))
+    assert run(pair) == [StartReplica("tiny", replaces="tiny-0")]
+    assert pair.canary("tiny") is None, "it loads"
+    serve(pair, "tiny-2")
+    return pair
+
+
+def test_another_version_waits_at_its_first_replica_and_goes_on_once_that_has_passed(canary: Deployment) -> None:
+    found = canary.canary("tiny")
+    assert found is not None
+    assert (found.name, run(canary)) == ("tiny-2", [])
+    canary.passed("tiny")
+    assert run(canary) == [RetireReplica("tiny-0")]
+
+
+def test_a_rollback_retires_the_canary_at_once_and_nothing_else(canary: Deployment) -> None:
+    canary.seen("tiny-1", is_ready=False)
+    canary.roll_back("tiny")
+    assert run(canary) == [RetireReplica("tiny-2")], "tiny-0 serves beside it; tiny-1 is not waited for"
+    canary.ended("tiny-2")
+    assert run(canary) == [EndRollout("tiny")]
+    canary.scale({"tiny": 3})
+    run(canary)
+    assert revisions(canary) == {"tiny-0": 0, "tiny-1": 0, "tiny-3": 0}
+
+
+def test_a_rollback_keeps_the_canary_while_it_alone_serves(canary: Deployment) -> None:
+    for name in ("tiny-0", "tiny-1"):
+        canary.seen(name, is_ready=False)
+    canary.roll_back("tiny")
+    assert run(canary) == []
+    canary.seen("tiny-0", is_ready=True)
+    assert run(canary) == [RetireReplica("tiny-2")]
+
+
+def test_beside_a_canary_what_is_missing_comes_back_as_it_was(canary: Deployment) -> None:
+    canary.drain("tiny-0")
+    canary.scale({"tiny": 3})
+    assert run(canary) == [StartReplica("tiny")] * 1
+    assert revisions(canary) == {"tiny-0": 0, "tiny-1": 0, "tiny-2": 1, "tiny-3": 0}
+    canary.scale({"tiny": 1})
+    assert run(canary) == [RetireReplica("tiny-3")], "one stays to compare the canary with"
+
+
+def test_a_canary_without_surge_takes_the_place_of_one_that_comes_back(pair: Deployment) -> None:
+    pair.roll_out("tiny", RolloutOptions(max_surge=0, is_version=True))
+    assert run(pair) == [RetireReplica("tiny-0")]
+    pair.ended("tiny-0")
+    run(pair)
+    serve(pair, "tiny-2")
+    pair.roll_back("tiny")
+    assert run(pair) == [RetireReplica("tiny-2")]
+    pair.ended("tiny-2")
+    assert run(pair) == [StartReplica("tiny")]
+    serve(pair, "tiny-3")
+    assert run(pair) == [EndRollout("tiny")]
+    assert revisions(pair) == {"tiny-1": 0, "tiny-3": 0}
+
+
+def test_a_later_replica_of_another_version_that_cannot_start_takes_back_those_before_it(canary: Deployment) -> None:
+    canary.passed("tiny")
+    run(canary)
+    canary.ended("tiny-0")
+    assert run(canary) == [StartReplica("tiny", replaces="tiny-1")]
+    canary.failed("tiny-3")
+    assert run(canary)[0] == EndRollout("tiny", failed="tiny-3")
+    assert run(canary) == []
+    serve(canary, "tiny-4")
+    assert run(canary) == [RetireReplica("tiny-2")]
+    canary.ended("tiny-2")
+    run(canary)
+    assert revisions(canary) == {"tiny-1": 0, "tiny-4": 0}
+    assert canary.is_converged("tiny")
+
+
+def test_a_rollout_over_a_rollout_returns_to_what_served_before_both(canary: Deployment) -> None:
+    canary.roll_out("tiny", RolloutOptions(is_version=True))
+    assert run(canary) == [RetireReplica("tiny-2")], "the earlier canary makes room for the next one"
+    canary.ended("tiny-2")
+    run(canary)
+    serve(canary, "tiny-3")
+    canary.roll_back("tiny")
+    assert (run(canary), canary.targets["tiny"].revision) == ([RetireReplica("tiny-3")], 0)
+
+
 MODELS = ("a", "b")
 
 
@@ -269,6 +361,9 @@ class DeploymentMachine(RuleBasedStateMachine):
         self.counts: dict[str, int] = {}
         self.standby: dict[str, int] = {}
         self.names: set[str] = set()
+        self.versions: dict[tuple[str, int], int] = {}
+        self.num_versions = 0
+        self.has_failed_start = False
 
     def do_all(self) -> None:
         for _ in range(100):
@@ -279,6 +374,11 @@ class DeploymentMachine(RuleBasedStateMachine):
                 self.do(action)
         assert not self.deployment.actions()
         self.deployment.check()
+        for model, target in self.deployment.targets.items():
+            self.versions.setdefault((model, target.revision), self.num_versions)
+            if target.rollout is not None and target.rollout.has_canary:
+                unjudged = [each for each in self.processes(model) if each.revision == target.revision]
+                assert sum(each.phase is not ReplicaPhase.DRAINING for each in unjudged) <= 1, "one canary, until it is judged"
 
     def do(self, action: DeploymentAction) -> None:
         match action:
@@ -343,6 +443,21 @@ class DeploymentMachine(RuleBasedStateMachine):
             assert max_surge == 0
         self.do_all()
 
+    @precondition(lambda self: self.counts)
+    @rule(data=st.data(), max_surge=st.integers(0, 1))
+    def roll_out_a_version(self, data: st.DataObject, max_surge: int) -> None:
+        model = data.draw(st.sampled_from(sorted(self.counts)))
+        self.num_versions += 1
+        self.deployment.roll_out(model, RolloutOptions(max_surge, allow_outage=max_surge == 0, is_version=True))
+        self.do_all()
+
+    @rule(data=st.data(), is_good=st.booleans())
+    def judge(self, data: st.DataObject, is_good: bool) -> None:
+        if canaries := [model for model in MODELS if self.deployment.canary(model)]:
+            model = data.draw(st.sampled_from(canaries))
+            self.deployment.passed(model) if is_good else self.deployment.roll_back(model)
+            self.do_all()
+
     @rule(data=st.data())
     def becomes_ready(self, data: st.DataObject) -> None:
         if name := self.pick(data, ReplicaPhase.STARTING, ReplicaPhase.SERVING):
@@ -359,6 +474,7 @@ class DeploymentMachine(RuleBasedStateMachine):
     def cannot_start(self, data: st.DataObject) -> None:
         if name := self.pick(data, ReplicaPhase.STARTING):
             self.deployment.failed(name)
+            self.has_failed_start = True
             self.do_all()
 
     @rule(data=st.data())
@@ -396,6 +512,9 @@ class DeploymentMachine(RuleBasedStateMachine):
                 else:
                     self.deployment.started_after_all(name)
                     serve(self.deployment, name)
+            for model in MODELS:
+                if self.deployment.canary(model):
+                    self.deployment.passed(model)
             if not self.deployment.actions() and all(self.deployment.is_converged(model) for model in MODELS):
                 break
         found = {model: len(self.deployment.listed(model)) for model in MODELS}
@@ -404,6 +523,8 @@ class DeploymentMachine(RuleBasedStateMachine):
         assert standby == {model: self.standby.get(model, 0) if model in self.counts else 0 for model in MODELS}
         for replica in self.deployment.replicas.values():
             assert replica.is_ready or replica.phase is ReplicaPhase.STANDBY
+            wanted = self.versions[replica.model, self.deployment.targets[replica.model].revision]
+            assert self.has_failed_start or self.versions[replica.model, replica.revision] == wanted, "one version is left"
         self.deployment.check()
 
 

@@ -45,11 +45,15 @@ class RolloutOptions:
     """max_surge     1: a successor serves before its predecessor leaves. 0: the predecessor ends first, for want of memory for both
     allow_outage  whether the rollout may leave no replica that serves for a time
     previous      the revision to return to when a successor cannot be started
+    is_version    the new revision is another version of the model: its replicas come all or not at all
+    has_canary    its first replica serves beside those before it until `passed` or `roll_back` is called
     """
 
     max_surge: int = 1
     allow_outage: bool = False
     previous: int = 0
+    is_version: bool = False
+    has_canary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,10 @@ class ModelTarget:
     num_standby: int = 0
     revision: int = 0
     rollout: RolloutOptions | None = None
+
+    @property
+    def is_rollback(self) -> bool:
+        return self.rollout is not None and self.rollout.previous == self.revision
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +173,34 @@ class Deployment:
         if options.max_surge == 0 and not options.allow_outage and self._live(model) and target.num_replicas < 2:
             reason = f"would leave no replica of {model} while its only one is replaced"
             raise ConfigError("--max-surge 0", reason, "Use --max-surge 1 if memory allows two copies, or say --allow-outage.")
-        previous = target.rollout.previous if target.rollout is not None else target.revision
-        rollout = replace(options, previous=previous) if replicas else None
+        rollout = replace(options, previous=self.previous_revision(model), has_canary=options.is_version) if replicas else None
         self.targets[model] = target = replace(target, revision=self._next_revision(model), rollout=rollout)
         return target.revision
+
+    def previous_revision(self, model: str) -> int:
+        """The one that serves, and that a rollout returns to."""
+        target = self.targets[model]
+        return target.revision if target.rollout is None else target.rollout.previous
+
+    def canary(self, model: str) -> PlannedReplica | None:
+        """The replica of another version that waits to be judged, once it has served."""
+        target = self.targets.get(model)
+        if target is None or target.rollout is None or not target.rollout.has_canary:
+            return None
+        return next((each for each in self.of(model) if each.revision == target.revision and each.phase is ReplicaPhase.SERVING), None)
+
+    def passed(self, model: str) -> None:
+        """The canary's version replaces the other replicas."""
+        target = self.targets[model]
+        assert target.rollout is not None
+        self.targets[model] = replace(target, rollout=replace(target.rollout, has_canary=False))
+
+    def roll_back(self, model: str) -> None:
+        """Replicas of the earlier revision replace those of the new one."""
+        target = self.targets[model]
+        assert target.rollout is not None
+        rollout = replace(target.rollout, is_version=False, has_canary=False)
+        self.targets[model] = replace(target, revision=rollout.previous, rollout=rollout)
 
     def drop_failed(self, model: str) -> list[str]:
         """Forget the replicas that could not be started, so that others are started in their place."""
@@ -201,8 +233,8 @@ class Deployment:
         prefix = replica_prefix(action.model)
         number = self._numbers[prefix]
         self._numbers[prefix] += 1
-        made = PlannedReplica(f"{prefix}-{number}", action.model, number, self.targets[action.model].revision, action.replaces)
-        made.is_standby = action.is_standby
+        revision = self._revision_to_start(action.model)
+        made = PlannedReplica(f"{prefix}-{number}", action.model, number, revision, action.replaces, is_standby=action.is_standby)
         self.replicas[made.name] = made
         return made
 
@@ -218,11 +250,17 @@ class Deployment:
         self.replicas[name].is_ready = False
 
     def end_rollout(self, action: EndRollout) -> None:
-        """If a successor failed, it is forgotten: replicas still missing are started with the earlier revision."""
+        """If a successor failed, it is forgotten: replicas still missing are started with the earlier revision. A rollback follows where
+        others of another version serve already.
+        """
         target = self.targets[action.model]
         assert target.rollout is not None
         if action.failed:
             del self.replicas[action.failed]
+            if target.rollout.is_version and any(each.revision == target.revision for each in self.of(action.model)):
+                self.roll_back(action.model)
+                return
+        if action.failed or (action.kept and target.rollout.is_version):
             target = replace(target, revision=target.rollout.previous)
         self.targets[action.model] = replace(target, rollout=None)
 
@@ -279,20 +317,23 @@ class Deployment:
         self, model: str, target: ModelTarget, options: RolloutOptions, live: list[PlannedReplica], *, num_processes: int
     ) -> Iterator[DeploymentAction]:
         """At most num_replicas + max_surge processes exist, draining ones included, and at most one replica is being replaced."""
-        current = [replica for replica in live if replica.revision >= target.revision]
-        old = [replica for replica in live if replica.revision < target.revision]
+        current = [replica for replica in live if replica.revision == target.revision]
+        old = [replica for replica in live if replica.revision != target.revision]
         if failed := [replica.name for replica in current if replica.phase is ReplicaPhase.FAILED]:
             yield EndRollout(model, failed[0])
             return
         free = target.num_replicas + options.max_surge - num_processes
         missing = target.num_replicas - len(live)
-        if missing < -options.max_surge:  # the model was scaled down during the rollout
-            chosen = _retired(live, -missing, first=old)
+        kept = options.max_surge if options.has_canary else 0
+        if target.is_rollback and missing < 0 and not any(replica.replaces for replica in current) and old:
+            yield from (RetireReplica(replica.name) for replica in [_first_to_retire(old, options.previous)] if self._may_leave(replica))
+        elif missing < -options.max_surge:  # the model was scaled down during the rollout
+            chosen = _retired(live, -missing - kept, first=old)
             may_leave_none = options.allow_outage or target.num_replicas == 0
             yield from chosen if may_leave_none else _without_the_last_ready(chosen, live)
         elif missing > 0:
             yield from [StartReplica(model)] * min(missing, free)
-        elif any(replica.phase is ReplicaPhase.STARTING for replica in current):
+        elif any(replica.phase is ReplicaPhase.STARTING for replica in current) or (current and options.has_canary):
             return
         elif old:
             yield from self._replace_one(target, options, old, current, has_surge=missing < 0, can_start=free > 0)
@@ -311,17 +352,28 @@ class Deployment:
         has_surge: bool,
         can_start: bool,
     ) -> Iterator[DeploymentAction]:
-        victim = _first_to_retire(old)
+        victim = _first_to_retire(old, options.previous)
         if has_surge:
             if all(replica.is_ready for replica in current):
                 yield RetireReplica(victim.name)
         elif options.max_surge:
             if can_start:
                 yield StartReplica(victim.model, replaces=victim.name)
-        elif options.allow_outage or victim.phase is not ReplicaPhase.SERVING or self._serving_beside(victim):
+        elif options.allow_outage or self._may_leave(victim):
             yield RetireReplica(victim.name)
         elif target.num_replicas < 2:
             yield EndRollout(victim.model, kept=victim.name)
+
+    def _may_leave(self, victim: PlannedReplica) -> bool:
+        return victim.phase is not ReplicaPhase.SERVING or self._serving_beside(victim)
+
+    def _revision_to_start(self, model: str) -> int:
+        """One canary is enough: what is missing beside it comes back as it was."""
+        target = self.targets[model]
+        if target.rollout is None or not target.rollout.has_canary:
+            return target.revision
+        has_one = any(each.revision == target.revision and each.phase is not ReplicaPhase.DRAINING for each in self.of(model))
+        return target.rollout.previous if has_one else target.revision
 
     def _next_revision(self, model: str) -> int:
         self._revisions[model] += 1
@@ -357,8 +409,9 @@ def _without_the_last_ready(chosen: Iterable[RetireReplica], live: Iterable[Plan
             yield action
 
 
-def _first_to_retire(replicas: Iterable[PlannedReplica]) -> PlannedReplica:
-    return min(replicas, key=lambda replica: (*_rank(replica), replica.number))
+def _first_to_retire(replicas: Iterable[PlannedReplica], previous: int) -> PlannedReplica:
+    """Among equals, one of a rollout that was not completed."""
+    return min(replicas, key=lambda replica: (*_rank(replica), replica.revision <= previous, replica.number))
 
 
 def _rank(replica: PlannedReplica) -> tuple[bool, bool, bool]:
