@@ -9,8 +9,12 @@ import pytest
 from gguf_files import bundled_gguf
 
 from headrace.bundled import bundled_path
-from headrace.core.errors import CheckpointError
-from headrace.fleet.weights import resolve_adapter, resolve_model
+from headrace.cli.config.load import ServeSource
+from headrace.cli.config.sections import ModelSection, ServeConfig
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.engine.config import EngineConfig
+from headrace.fleet.weights import pulled_model, resolve_adapter, resolve_model
+from headrace.registry.cache import version_in
 from tests.cli.conftest import Headrace
 
 pytestmark = pytest.mark.socket
@@ -73,6 +77,22 @@ def test_a_deployment_keeps_the_version_that_its_alias_had(url: str, headrace: H
     folder = resolve_model(f"{url}/draft:latest")
     headrace("registry", "push", "headrace-tiny", f"{url}/draft:2")
     assert resolve_model(f"{url}/draft:latest") == folder
+    assert [version_in(each) for each in (folder, pulled_model(f"{url}/draft:latest"), Path(url))] == ["1", "2", ""]
+
+
+def test_a_rollout_pulls_what_an_alias_leads_to_now_and_a_reload_keeps_what_is_served(url: str, headrace: Headrace) -> None:
+    headrace("registry", "push", "headrace-draft", f"{url}/draft:1")
+    config = ServeConfig(models=(ModelSection(engine=EngineConfig(model=f"{url}/draft:latest")),))
+    source = ServeSource(config, lambda: config, resolve_model)
+    served = source.read({}).pulled
+    headrace("registry", "push", "headrace-tiny", f"{url}/draft:2")
+    [alias] = served
+    after = source.renewed(served, {alias: alias}).pulled
+    assert [version_in(pulled[alias]) for pulled in (served, after)] == ["1", "2"]
+    assert source.read(after).pulled == after
+    assert source.read(served).pulled == served, "it was rolled back"
+    with pytest.raises(ConfigError, match="is not in the registry"):
+        source.renewed(served, {alias: f"{url}/draft:3"})
 
 
 def test_a_reference_stands_for_a_folder(url: str, headrace: Headrace, monkeypatch: pytest.MonkeyPatch) -> None:

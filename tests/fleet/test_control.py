@@ -177,10 +177,6 @@ async def test_changed_options_of_a_model_are_a_rollout_of_that_model_alone() ->
         ({"models": ()}, "models: is empty"),
         ({"models": models_of({"a b": 1})}, "model name"),
         ({"gateway": {"host": "0.0.0.0"}}, "gateway.host: cannot change while the deployment runs"),
-        (
-            {"models": (ModelSpec(name="tiny", folder=Path("other")),)},
-            "models[tiny]: cannot have another folder while the deployment runs",
-        ),
     ],
 )
 async def test_a_fault_changes_nothing(changes: Mapping[str, Any], word: str) -> None:

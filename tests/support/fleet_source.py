@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,12 @@ class FileSource:
     def config(self) -> FleetConfig:
         return self._make(self._held)
 
-    def read(self) -> FleetConfig:
+    def read(self, pulled: Mapping[str, Path]) -> FleetConfig:
         self._last = json.loads(self.file.read_text())
         return self._make(self._last).checked()
+
+    def renewed(self, pulled: Mapping[str, Path], versions: Mapping[str, str]) -> FleetConfig:
+        raise AssertionError("no model of these deployments is in a registry")
 
     def differences(self) -> list[str]:
         return [str(difference) for difference in differences(self._held, self._last)]

@@ -21,7 +21,8 @@ from virtual_time import VirtualTimeLoop
 from wire_kit import socket_dir
 
 from headrace.cli.admin.client import AdminClient
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, RegistryFailed
+from headrace.core.load import AttemptCounts
 from headrace.fleet import supervisor as supervisor_module
 from headrace.fleet.admin import AdminRequests, _AdminServer, _end_of
 from headrace.fleet.admin_listen import AdminAddress
@@ -52,6 +53,7 @@ class Script:
     bad_adapters  folder -> why engines cannot use it
     num_open      replica -> requests that each gateway has open there, also while it is retired
     loads         replica -> what its engine reported last
+    attempts      replica -> what a gateway has counted of it
     models        model -> more of what gateways say of it
     asleep        engine -> level at which it was put to sleep; it sleeps once it has no open request
     awake_only    engines that refuse to sleep -> why
@@ -70,6 +72,7 @@ class Script:
     bad_adapters: dict[str, str] = field(default_factory=dict)
     num_open: dict[str, int] = field(default_factory=dict)
     loads: dict[str, ReportedReplicaLoad] = field(default_factory=dict)
+    attempts: dict[str, AttemptCounts] = field(default_factory=dict)
     models: dict[str, ModelStatus] = field(default_factory=dict)
     asleep: dict[str, str] = field(default_factory=dict)
     awake_only: dict[str, str] = field(default_factory=dict)
@@ -221,7 +224,8 @@ class ScriptedProcess:
         asleep = "asleep" if replica in self._script.asleep else ""
         reason = unreadable or asleep or ("loading" if replica in self._script.loading else self._script.not_ready.get(replica, ""))
         num_open, load = self._script.num_open.get(replica, 0), self._script.loads.get(replica)
-        return ReplicaStatus(not reason, reason, num_open, bool(unreadable), load)
+        attempts = self._script.attempts.get(replica, AttemptCounts())
+        return ReplicaStatus(not reason, reason, num_open, bool(unreadable), load, attempts)
 
 
 class ScriptedLauncher:
@@ -235,15 +239,26 @@ class ScriptedLauncher:
 
 
 class ScriptedSource:
-    """A `fleet.control.ConfigSource`. config: what the next reload reads"""
+    """A `fleet.control.ConfigSource`. config: what the next reload reads; registry: name of a model in one -> its folder"""
 
     file = Path("/etc/site.yaml")
 
     def __init__(self, config: FleetConfig) -> None:
         self.config = config
+        self.registry: dict[str, Path] = {}
 
-    def read(self) -> FleetConfig:
-        return self.config.checked()
+    def read(self, pulled: Mapping[str, Path]) -> FleetConfig:
+        return self._found(pulled)
+
+    def renewed(self, pulled: Mapping[str, Path], versions: Mapping[str, str]) -> FleetConfig:
+        try:
+            return self._found({**pulled, **{source: self.registry[name] for source, name in versions.items()}})
+        except KeyError as error:
+            raise RegistryFailed("registry", f"has no {error}") from None
+
+    def _found(self, folders: Mapping[str, Path]) -> FleetConfig:
+        models = tuple(replace(spec, folder=folders.get(spec.source, spec.folder)) for spec in self.config.models)
+        return replace(self.config, models=models).checked()
 
     def differences(self) -> list[str]:
         return []

@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, RegistryFailed
 from headrace.core.sleep import SleepLevel
 from headrace.core.strict_decode import decode
 from headrace.fleet.admin_listen import AdminAddress
 from headrace.fleet.commands import ControlBusy, Hear
-from headrace.fleet.control import FleetControl
+from headrace.fleet.control import FleetControl, Promotion
 from headrace.policy.deployment import RolloutOptions
 from headrace.wire.leash import ReloadRefused
 from headrace.wire.listening import listening_sockets, shown_address, shown_host
@@ -39,9 +39,13 @@ class ReloadBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBody:
+    """version: which version of the model's registry is served, before the alias that the file names points to it"""
+
     model: str | None = None
     max_surge: int = 1
     allow_outage: bool = False
+    alias: str | None = None
+    version: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +269,10 @@ class _AdminServer:
         given = decode(RolloutBody, body)
         if given.max_surge not in (0, 1):
             raise ConfigError("--max-surge", f"{given.max_surge} is neither 0 nor 1")
-        return await self._control.roll_out(given.model, RolloutOptions(given.max_surge, given.allow_outage), hear)
+        if (given.alias is None) != (given.version is None):
+            raise ConfigError("version", "goes with alias", "Give both.")
+        promotion = None if given.alias is None or given.version is None else Promotion(given.alias, given.version)
+        return await self._control.roll_out(given.model, RolloutOptions(given.max_surge, given.allow_outage), hear, promotion=promotion)
 
     async def _scale(self, body: Mapping[str, object], hear: Hear) -> list[str]:
         given = decode(ScaleBody, body)
@@ -332,7 +339,7 @@ def _end_of(task: asyncio.Task[list[str]]) -> dict[str, object]:
     if task.cancelled():
         return {"event": "failed", "reason": "The deployment ends."}
     error = task.exception()
-    if isinstance(error, ConfigError | ReloadRefused | ControlBusy):
+    if isinstance(error, ConfigError | CheckpointError | RegistryFailed | ReloadRefused | ControlBusy):
         return {"event": "refused", "reason": str(error)}
     if isinstance(error, HeadraceError):
         return {"event": "failed", "reason": str(error)}

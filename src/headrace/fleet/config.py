@@ -23,6 +23,9 @@ from headrace.machine.folders import expanded
 from headrace.observe.logs import LogFormat
 from headrace.policy.deployment import Deployment, RolloutOptions, replica_prefix
 from headrace.policy.scaling.autoscaler import ScalingRules
+from headrace.registry.cache import version_in
+from headrace.registry.names import is_reference
+from headrace.text.folder import digests_of
 
 MAX_REPLICAS = 64
 MAX_TIMEOUT_S = 86_400
@@ -53,6 +56,7 @@ class ReplicaRange:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """folder      resolved (`fleet.weights.resolve_model`); None: only foreign servers answer
+    source      what the file calls it
     replicas    engine processes, at the start where the load decides; none without a folder or beside `remote`
     autoscale   None: an operator alone decides
     adapters    name -> folder
@@ -61,6 +65,7 @@ class ModelSpec:
 
     name: str
     folder: Path | None = None
+    source: str = ""
     aliases: tuple[str, ...] = ()
     replicas: int = 1
     autoscale: ReplicaRange | None = None
@@ -79,6 +84,11 @@ class ModelSpec:
     @property
     def starts_on_demand(self) -> bool:
         return self.autoscale is not None and self.autoscale.min == 0
+
+    @property
+    def version(self) -> str:
+        """Empty where its name in the file is not in a registry."""
+        return version_in(self.folder) if self.folder is not None and is_reference(self.source) else ""
 
     @property
     def num_ranks(self) -> int:
@@ -188,6 +198,11 @@ class FleetConfig(FleetOptions):
         return frozenset(str(upstream["api_key_env"]) for upstream in upstreams if "api_key_env" in upstream)
 
     @property
+    def pulled(self) -> Mapping[str, Path]:
+        """Name of a model in a registry -> its folder here."""
+        return {model.source: model.folder for model in self.models if model.folder is not None and is_reference(model.source)}
+
+    @property
     def gateway_address(self) -> tuple[str, int]:
         return str(self.gateway.get("host", "127.0.0.1")), int(str(self.gateway.get("port", 0)))
 
@@ -225,6 +240,14 @@ class FleetConfig(FleetOptions):
     @property
     def num_gateways(self) -> int:
         return int(str(self.gateway.get("workers", 1)))
+
+    def with_engines(self, specs: Mapping[str, ModelSpec]) -> FleetConfig:
+        """Models named there run with the folder and the options of those."""
+        models = (
+            replace(spec, folder=new.folder, source=new.source, engine=new.engine) if (new := specs.get(spec.name)) is not None else spec
+            for spec in self.models
+        )
+        return replace(self, models=tuple(models))
 
     def with_site_key(self) -> FleetConfig:
         return replace(self, site_key=self.site_key or secrets.token_hex(KEY_BYTES))
@@ -300,7 +323,9 @@ def with_choices_of_start(before: FleetConfig, after: FleetConfig) -> FleetConfi
 
 
 def check_can_become(before: FleetConfig, after: FleetConfig, *, served: Container[str]) -> None:
-    """Raises ConfigError naming the first option that takes a restart."""
+    """Reads tokenizers of models that get another folder. Raises ConfigError naming the first option that takes a restart, and
+    CheckpointError.
+    """
     changed = [name for name in FIXED if getattr(before, name) != getattr(after, name)]
     paths = {**{name: f"gateway.{name}" for name in FIXED_GATEWAY}, **STORES}
     changed += [path for name, path in paths.items() if before.gateway.get(name) != after.gateway.get(name)]
@@ -308,9 +333,15 @@ def check_can_become(before: FleetConfig, after: FleetConfig, *, served: Contain
         raise ConfigError(changed[0], "cannot change while the deployment runs", "Stop and start it for this, or write what it was.")
     folders = {model.name: model.folder for model in before.models}
     for model in after.models:
-        if model.name in served and folders[model.name] != model.folder:
+        before_folder = folders[model.name] if model.name in served else None
+        if before_folder is not None and model.folder != before_folder and not _is_same_text(before_folder, model.folder):
+            reason = f"cannot have another tokenizer or chat template while the deployment runs, and {model.folder} has"
             remedy = "Add it under another name and reload; then remove this one, give its name to the new one as an alias, and reload."
-            raise ConfigError(f"models[{model.name}]", "cannot have another folder while the deployment runs", remedy)
+            raise ConfigError(f"models[{model.name}]", reason, remedy)
+
+
+def _is_same_text(before: Path, after: Path | None) -> bool:
+    return after is not None and digests_of(before) == digests_of(after)
 
 
 class DesiredState:
@@ -337,12 +368,21 @@ class DesiredState:
         for name, spec in specs.items():
             before = known.get(name)
             if before is not None and not runs_alike(before, spec):
-                deployment.roll_out(name, RolloutOptions())
+                deployment.roll_out(name, RolloutOptions(is_version=self.is_version(spec, deployment)))
                 anew.append(name)
             elif deployment.drop_failed(name):
                 anew.append(name)
             self.options[name, deployment.targets[name].revision] = spec
         return anew
+
+    def is_version(self, spec: ModelSpec, deployment: Deployment) -> bool:
+        """Whether it is another version of the model than the one that serves."""
+        known = self.options.get((spec.name, deployment.previous_revision(spec.name)))
+        return known is not None and known.folder != spec.folder
+
+    def return_to(self, model: str, revision: int) -> None:
+        served = self.options[model, revision]
+        self.config = self.config.with_engines({model: served})
 
     def note_revisions(self, deployment: Deployment) -> None:
         for spec in self.config.models:

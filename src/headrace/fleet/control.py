@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +23,7 @@ from headrace.fleet.kubernetes.endpoints import MAX_ENGINES
 from headrace.fleet.kubernetes.service import KubernetesService, check_in_pod
 from headrace.fleet.reconciler import Reconciler
 from headrace.policy.deployment import Deployment, RolloutOptions
+from headrace.registry.names import read_reference
 from headrace.wire.listening import shown_host
 
 if TYPE_CHECKING:
@@ -36,13 +38,20 @@ STARTS_S = 10.0
 
 
 class ConfigSource(Protocol):
-    """file: its absolute path, shown to operators"""
+    """file: its absolute path, shown to operators; None: there is none to read again"""
 
     @property
     def file(self) -> Path | None: ...
 
-    def read(self) -> FleetConfig:
-        """May block. Raises ConfigError."""
+    def read(self, pulled: Mapping[str, Path]) -> FleetConfig:
+        """pulled: name in a registry -> the folder that it keeps. May block. Raises ConfigError."""
+        ...
+
+    def renewed(self, pulled: Mapping[str, Path], versions: Mapping[str, str]) -> FleetConfig:
+        """The configuration in force, with models of a registry pulled anew.
+
+        versions: their names in the file -> the names that are pulled now. Raises as `fleet.weights.resolve_model`
+        """
         ...
 
     def differences(self) -> Sequence[str]:
@@ -50,6 +59,25 @@ class ConfigSource(Protocol):
         ...
 
     def accept(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """A version that is to be served before its alias points to it. Both are names in a registry."""
+
+    alias: str
+    version: str
+
+    def versions(self, models: Collection[str], sources: Collection[str]) -> Mapping[str, str]:
+        """By the name that the file has for the model. Raises ConfigError."""
+        alias, version = read_reference(self.alias), read_reference(self.version)
+        following = [source for source in sources if read_reference(source) == alias]
+        if len(models) != 1 or not following:
+            served = f"is served from {', '.join(sources) or 'a folder'}"
+            raise ConfigError(", ".join(models), f"{served}, not from {alias}", f"Write {alias} as its model in the file.")
+        if (alias.registry, alias.name) != (version.registry, version.name):
+            raise ConfigError("version", f"{version} is not a version of {alias.name} in {alias.registry}")
+        return dict.fromkeys(following, str(version))
 
 
 class FleetControl:
@@ -114,14 +142,13 @@ class FleetControl:
 
     async def reload(self, hear: Hear = no_operator) -> list[str]:
         source = self._source
-        if source is None:
+        if source is None or source.file is None:
             raise ConfigError("reload", "this deployment was started without a file", "Start it with `headrace serve --config FILE`.")
         with self._slot.held("reload") as let_others_in:
             before = self._reconciler.config
-            config = with_choices_of_start(before, await asyncio.to_thread(source.read))
-            deployment = self._reconciler.deployment
+            config = with_choices_of_start(before, await asyncio.to_thread(source.read, before.pulled))
             check_in_pod(spec.kubernetes for spec in config.models)
-            check_can_become(before, config, served=[model for model in deployment.targets if deployment.listed(model)])
+            await self._check(before, config)
             for line in source.differences():
                 say(hear, line)
             models = {model.name for model in (*before.models, *config.models)}
@@ -133,12 +160,35 @@ class FleetControl:
                 say(hear, "the configuration holds; replicas follow")
                 return await self._converged(models, hear, let_others_in)
 
-    async def roll_out(self, model: str | None, options: RolloutOptions, hear: Hear = no_operator) -> list[str]:
+    async def roll_out(
+        self, model: str | None, options: RolloutOptions, hear: Hear = no_operator, *, promotion: Promotion | None = None
+    ) -> list[str]:
+        """Models of a registry get the version that their names lead to now."""
         with self._slot.held(f"rollout {model or 'of all models'}") as let_others_in:
             models = [*self._reconciler.deployment.targets] if model is None else [self._known(model)]
+            config = await self._renewed(models, promotion, hear)
             with self._reconciler.progress.heard(hear, models):
-                await self._reconciler.roll_out(models, options)
+                await self._reconciler.roll_out(models, options, config)
                 return await self._converged(models, hear, let_others_in)
+
+    async def _renewed(self, models: Collection[str], promotion: Promotion | None, hear: Hear) -> FleetConfig:
+        before = self._reconciler.config
+        sources = {spec.source for spec in before.models if spec.name in models and spec.source in before.pulled}
+        versions = {source: source for source in sources} if promotion is None else promotion.versions(models, sources)
+        if self._source is None or not versions:
+            return before
+        found = await asyncio.to_thread(self._source.renewed, before.pulled, versions)
+        config = before.with_engines({spec.name: spec for spec in found.models if spec.name in models and spec.source in versions})
+        await self._check(before, config)
+        for spec in config.models:
+            if spec.name in models and spec.version:
+                say(hear, f"{spec.name}: version {spec.version} of {spec.source} is on this machine")
+        return config
+
+    async def _check(self, before: FleetConfig, config: FleetConfig) -> None:
+        deployment = self._reconciler.deployment
+        served = [model for model in deployment.targets if deployment.listed(model)]
+        await asyncio.to_thread(check_can_become, before, config, served=served)
 
     async def scale(self, model: str, replicas: int, hear: Hear = no_operator) -> list[str]:
         with self._slot.held(f"scale {model}={replicas}") as let_others_in:
@@ -202,7 +252,8 @@ class FleetControl:
         return model
 
     async def _converged(self, models: Collection[str], hear: Hear, let_others_in: Callable[[], None]) -> list[str]:
-        """Returns the failures. Once only starting engines are left, other commands may run after STARTS_S."""
+        """Returns the failures of this command. Once only starting engines are left, other commands may run after STARTS_S."""
+        earlier = {**self._reconciler.failures}
         converged = asyncio.create_task(self._reconciler.until(lambda: not self._unconverged(models)))
         try:
             if starting := await self._only_starting(models, converged):
@@ -213,7 +264,7 @@ class FleetControl:
         finally:
             converged.cancel()
         targets = self._reconciler.deployment.targets
-        return [failure for model in models if model in targets and (failure := self._failure_of(model))]
+        return [failure for model in models if model in targets and (failure := self._failure_of(model, earlier.get(model)))]
 
     def _unconverged(self, models: Collection[str]) -> list[str]:
         deployment = self._reconciler.deployment
@@ -231,10 +282,11 @@ class FleetControl:
                 return [name for model in waiting for name in deployment.starting(model)]
         return []
 
-    def _failure_of(self, model: str) -> str:
+    def _failure_of(self, model: str, earlier: str | None = None) -> str:
+        """earlier: of a rollout before, which is not said again"""
         reconciler = self._reconciler
-        if model in reconciler.failures:
-            return f"{model}: {reconciler.failures[model]}"
+        if (failure := reconciler.failures.get(model)) is not None and failure is not earlier:
+            return f"{model}: {failure}"
         for replica in reconciler.deployment.of(model):
             if reason := reconciler.processes[replica.name].why_failed:
                 return f"{model}: {replica.name} cannot be started: {reason}"
@@ -250,6 +302,7 @@ class FleetControl:
         if target is None:
             failure, autoscale = reconciler.view.why_refused(model), self._autoscale_status(spec)
             return {"name": model, "served": "elsewhere", "upstreams": upstreams, "failure": failure, "autoscale": autoscale}
+        canary = reconciler.deployment.canary(model)
         rollout = None if target.rollout is None else {"max_surge": target.rollout.max_surge, "allow_outage": target.rollout.allow_outage}
         return {
             "name": model,
@@ -259,6 +312,8 @@ class FleetControl:
             "revision": target.revision,
             "rollout": rollout,
             "autoscale": self._autoscale_status(spec),
+            "version": spec.version or None,
+            "canary": None if canary is None else canary.name,
             "failure": self._failure_of(model),
             "replicas": [self._replica_status(replica.name) for replica in reconciler.deployment.of(model)],
         }

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError, HeadraceError, counted
 from headrace.fleet.adapters import read_lists
+from headrace.fleet.canary_watch import CanaryWatch
 from headrace.fleet.commands import ModelProgress, Progress
 from headrace.fleet.config import DesiredState, FleetConfig, ModelSpec
 from headrace.fleet.engine_adapters import EngineAdapters
@@ -24,6 +25,7 @@ from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.launcher import Launcher
 from headrace.fleet.replica_processes import ReplicaProcess, ReplicaProcesses
 from headrace.machine.resources import why_crowded
+from headrace.policy.canary import MAX_WAIT_S, MIN_REQUESTS, ServedCounts
 from headrace.policy.deployment import (
     Deployment,
     DeploymentAction,
@@ -35,7 +37,7 @@ from headrace.policy.deployment import (
     StartReplica,
     TakeStandby,
 )
-from headrace.wire.leash import ReloadRefused
+from headrace.wire.leash import ASLEEP, ReloadRefused
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class Reconciler:
         self.progress = Progress()
         self.view = GatewaysView()
         self._drain_s: dict[str, float] = {}
+        self._canaries: dict[str, CanaryWatch] = {}
         self._is_frozen = False
         self._lock = asyncio.Lock()
         self._round_done = asyncio.Condition()
@@ -97,13 +100,16 @@ class Reconciler:
         await self._all_or_nothing(apply)
         self._wake.set()
 
-    async def roll_out(self, models: Sequence[str], options: RolloutOptions) -> None:
+    async def roll_out(self, models: Sequence[str], options: RolloutOptions, config: FleetConfig) -> None:
         """One model after another. Raises as `change`."""
 
         def command(deployment: Deployment) -> Iterator[ModelProgress]:
-            for model in models:
+            self._desired.config = config
+            for spec in config.models:
+                if (model := spec.name) not in models:
+                    continue
                 num_old = len(deployment.listed(model))
-                revision = deployment.roll_out(model, options)
+                revision = deployment.roll_out(model, replace(options, is_version=self._desired.is_version(spec, deployment)))
                 self.failures.pop(model, None)
                 yield ModelProgress(model, f"{model}: revision {revision} replaces {counted(num_old, 'replica')}, one at a time")
                 yield from self._memory_note(model)
@@ -249,6 +255,37 @@ class Reconciler:
                 self._note_failure(replica, process)
             else:
                 self._note_readiness(replica, process, now)
+        if self.view.answers and not self.view.silent:
+            for model in self.deployment.targets:
+                self._look_at_canary(model, now)
+
+    def _look_at_canary(self, model: str, now: float) -> None:
+        canary, watch = self.deployment.canary(model), self._canaries.pop(model, None)
+        if canary is None:
+            return
+        num_starts = self.processes[canary.name].keeper.num_starts
+        if watch is None or watch.name != canary.name:
+            watch = CanaryWatch(canary.name, num_starts, now)
+            limits = f"{MIN_REQUESTS} requests, at most {MAX_WAIT_S:g} s"
+            self._say(model, f"{canary.name} has another version of {model}: it serves beside the others for {limits}")
+        reason = self.view.why_not_ready(model, canary.name) or "its process does not serve"
+        why_not_ready = "" if canary.is_ready or reason == ASLEEP else reason
+        judged = watch.look(self._served_counts(model, canary), num_starts, why_not_ready, now)
+        if judged is None:
+            self._canaries[model] = watch
+        elif judged.is_worse:
+            self.deployment.roll_back(model)
+            self._desired.return_to(model, self.deployment.targets[model].revision)
+            self.failures[model] = f"{canary.name} is rolled back: {judged.reason}"
+            self._say(model, f"{model}: {self.failures[model]}", logging.ERROR)
+        else:
+            self.deployment.passed(model)
+            self._say(model, f"{model}: the rollout goes on after {canary.name}: {judged.reason}")
+
+    def _served_counts(self, model: str, canary: PlannedReplica) -> dict[str, ServedCounts]:
+        previous = self.deployment.previous_revision(model)
+        names = [replica.name for replica in self.deployment.of(model) if replica is canary or replica.revision <= previous]
+        return {name: self.view.served(model, name) for name in names}
 
     def _note_failure(self, replica: PlannedReplica, process: ReplicaProcess) -> None:
         if replica.phase is not ReplicaPhase.FAILED:
@@ -321,17 +358,22 @@ class Reconciler:
                 self._end_rollout(action)
 
     def _end_rollout(self, action: EndRollout) -> None:
+        before = self.deployment.targets[action.model]
         self.deployment.end_rollout(action)
+        if before.rollout is not None and before.rollout.is_version and (action.failed or action.kept):
+            self._desired.return_to(action.model, before.rollout.previous)
         if action.kept:
             reason = f"{action.kept} is the only replica of {action.model} now and --max-surge 0 would leave none"
             self.failures[action.model] = f"{reason}. Use --max-surge 1 if memory allows two copies, or say --allow-outage."
             self._say(action.model, f"{action.model}: the rollout has ended before {action.kept} was replaced: {reason}", logging.ERROR)
             return
         if not action.failed:
-            self._say(action.model, f"{action.model}: every replica was replaced")
+            self._say(action.model, f"{action.model}: " + ("as it was before" if before.is_rollback else "every replica was replaced"))
             return
         self.failures[action.model] = f"{action.failed} cannot be started: {self.processes[action.failed].why_failed}"
-        self._say(action.model, f"{action.model}: the rollout has ended, since {action.failed} cannot be started", logging.ERROR)
+        is_going_back = self.deployment.targets[action.model].rollout is not None
+        end = "is rolled back" if is_going_back else "has ended"
+        self._say(action.model, f"{action.model}: the rollout {end}, since {action.failed} cannot be started", logging.ERROR)
 
     def _carry_out(self) -> None:
         now = asyncio.get_running_loop().time()

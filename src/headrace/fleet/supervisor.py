@@ -84,7 +84,7 @@ class Supervisor:
         audit: WriteAudit = not_kept,
         on_ready: Callable[[FleetReady], None] | None = None,
     ) -> None:
-        """source    None: the configuration cannot be read again, and SIGHUP drains
+        """source    None, or one without a file: the configuration cannot be read again, and SIGHUP drains
         on_ready  called once, when every gateway has served, and every replica has served, cannot be started or is late
         """
         self._config = config.checked().with_site_key()
@@ -113,7 +113,7 @@ class Supervisor:
         self._admin = None if self._config.admin is None else self._config.admin.opened()
         with (
             StopSignals() as stop,  # entered first, so that a signal during the start waits until the processes serve
-            on_hangup(None if self._source is None else reload.set, stop),
+            on_hangup(None if self._source is None or self._source.file is None else reload.set, stop),
             run_dir(None if self._config.run_dir is None else expanded(self._config.run_dir)) as folder,
             self._address(),
         ):

@@ -35,7 +35,7 @@ def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Pat
     if (folder := bundled_path(name_or_path, bundled)) is not None:
         return folder
     if is_reference(name_or_path):
-        return _pulled_model(name_or_path)
+        return _pulled_once(name_or_path)
     path = expanded(name_or_path)
     if path.is_dir():
         return path.resolve()
@@ -76,9 +76,8 @@ def _is_path(name: str) -> bool:
     return is_odd or HUB_ID.fullmatch(name) is None
 
 
-@cache
-def _pulled_model(text: str) -> Path:
-    """Once for each process: a deployment that reads its file again keeps the version that an alias had at its start."""
+def pulled_model(text: str) -> Path:
+    """The folder of the version to which a name in a registry leads now. Raises as `resolve_model`."""
     folder = _from_registry(text)
     if (folder / "config.json").exists():
         return folder
@@ -88,6 +87,10 @@ def _pulled_model(text: str) -> Path:
     from headrace.tensor.checkpoint.gguf.folder import make_folder
 
     return make_folder(files[0])
+
+
+_pulled_once = cache(pulled_model)
+"""Keeps the version that an alias had first in this process."""
 
 
 def _from_registry(text: str) -> Path:

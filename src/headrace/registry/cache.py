@@ -323,6 +323,13 @@ def _ranges(registry: Registry, file: StoredFile, start: int) -> Iterator[memory
             yield data
 
 
+def version_in(folder: Path) -> str:
+    """Which version `NodeCache.pull` has put there; empty for another folder."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(read_file(folder.parent / ".seen", MAX_FILE_BYTES))["manifest"]["version"])
+    return ""
+
+
 def _seen(manifest: Manifest, folder: Path) -> bytes:
     stamps = {file.path: _stamp(folder / file.path) for file in manifest.files}
     return json.dumps({"manifest": json.loads(manifest.encoded()), "stamps": stamps}).encode()

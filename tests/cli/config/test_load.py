@@ -648,19 +648,19 @@ def test_differences_name_models_and_show_no_secret(tmp_path: Path, model_folder
     write(tiny, api_keys=[{"key": "first-key-1"}])
     read = partial(load, path, {"HEADRACE_GATEWAY__PORT": "9000"}, GivenFlags({"drain_timeout_s": 7}))
     source = ServeSource(read(), read, Path)
-    assert source.read().gateway["port"] == 9000
+    assert source.read({}).gateway["port"] == 9000
     assert source.differences() == ["the configuration is as it was"]
     other = {"name": "other", "engine": {"model": str(model_folder)}, "aliases": ["o"]}
     write({**tiny, "replicas": 2}, other, api_keys=[{"key": "first-key-1"}, {"key": "second-key-2", "tenant": "b"}])
     for _ in range(2):
-        fleet = source.read()
+        fleet = source.read({})
         assert ([model.replicas for model in fleet.models], fleet.drain_timeout_s) == ([2, 1], 7)
         found = source.differences()
         assert found[:2] == [f"~ models[{model_folder.name}].replicas: 1 -> 2", "+ models[other]"]
         assert "second-key-2" not in str(found)
         assert "tenant='b'" in found[2]
     source.accept()
-    source.read()
+    source.read({})
     assert source.differences() == ["the configuration is as it was"]
 
 
@@ -675,7 +675,7 @@ def test_an_open_layout_is_decided_before_processes_are_counted(
     fleet = read().fleet(Path, lambda engine, folder, replicas: replace(engine, tensor_parallel_size=replicas))
     assert [model.num_ranks for model in fleet.models] == [3, 3]
     monkeypatch.setattr(here, "memory_domains", lambda cpus: [[0, 1]])
-    assert [model.num_ranks for model in ServeSource(read(), read, Path).read().models] == [1, 2]
+    assert [model.num_ranks for model in ServeSource(read(), read, Path).read({}).models] == [1, 2]
     assert load(path, {"HEADRACE_MODELS__1__ENGINE__TENSOR_PARALLEL_SIZE": "auto"}).models[1].engine == read().models[0].engine
 
 
@@ -686,5 +686,5 @@ def test_a_file_with_a_fault_is_refused_and_what_holds_stays(tmp_path: Path, mod
     source = ServeSource(read(), read, Path)
     path.write_text(json.dumps({"models": [{"engine": {"model": str(model_folder)}, "replica": 2}]}))
     with pytest.raises(ConfigError, match=r"models\[0\]\.replica: is not a known key"):
-        source.read()
+        source.read({})
     assert source.differences() == ["the configuration is as it was"]

@@ -173,7 +173,7 @@ class Site:
         self.path.write_bytes(data)
         source = ServeSource(self.held, partial(load, self.path, ENVIRONMENT), Path)
         before = self.held.fleet(Path).with_site_key()
-        after = with_choices_of_start(before, source.read())
+        after = with_choices_of_start(before, source.read({}))
         check_can_become(before, after, served=["m"])
         check_change(config_from(self._of_gateways(before)), config_from(self._of_gateways(after)))
         source.accept()
@@ -730,13 +730,13 @@ def test_a_path_that_is_no_file_is_refused_and_the_right_file_is_read_again(site
     make(site.path)
     try:
         with pytest.raises(ConfigError, match=message):
-            source.read()
+            source.read({})
     finally:
         if site.path.is_dir():
             site.path.rmdir()
         site.path.unlink(missing_ok=True)
         site.path.write_text(site.full)
-    source.read()
+    source.read({})
     assert source.differences() == ["the configuration is as it was"]
 
 
@@ -784,7 +784,7 @@ def test_twenty_thousand_keys_are_compared_once_each(site: Site, monkeypatch: py
 
     monkeypatch.setattr(kind, "__eq__", counted)
     source = ServeSource(held, lambda: changed, Path)
-    source.read()
+    source.read({})
     assert len(source.differences()) == 1
     assert num_compared < 3 * len(keys)
 

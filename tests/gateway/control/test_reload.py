@@ -297,7 +297,7 @@ async def test_another_folder_of_the_same_text_keeps_connections_and_streams(ben
     kept = bench.replicas["r0"]
     running = await held_stream(bench, kept)
     await apply(bench, model(MODEL, "r0", "r1", folder="/elsewhere"))
-    assert (bench.replicas["r0"], bench.reloader.status()[MODEL]["r0"]) == (kept, ReplicaStatus(True, "", 1))
+    assert (bench.replicas["r0"], bench.reloader.status()[MODEL].replicas["r0"].num_open) == (kept, 1)
     assert bench.reloader._texts.host.models == {MODEL: "/elsewhere"}
     kept.go.set()
     assert said(await running) == SAID

@@ -177,7 +177,9 @@ def _shown_model(model: Mapping[str, Any]) -> list[str]:
         return [*lines, f"  {model['failure']}"] if model["failure"] else lines
     ready = sum(replica["ready"] for replica in model["replicas"])
     rollout = ", a rollout is under way" if model["rollout"] else ""
-    state = f"{ready} of {model['wanted']} replicas ready, revision {model['revision']}{rollout}"
+    rollout += f": {model['canary']} is compared with the replicas before it" if model.get("canary") else ""
+    version = f", version {model['version']}" if model.get("version") else ""
+    state = f"{ready} of {model['wanted']} replicas ready{version}, revision {model['revision']}{rollout}"
     lines = [f"{model['name']}: {', '.join([state, *upstreams])}"]
     lines += _shown_scaling(model)
     lines += map(_shown_replica, model["replicas"])

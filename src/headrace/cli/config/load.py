@@ -266,7 +266,7 @@ class ServeSource:
     def __init__(
         self, held: ServeConfig, load: Callable[[], ServeConfig], resolve: Callable[[str], Path], file: Path | None = None
     ) -> None:
-        """load: reads the configuration again; resolve: name of a model in the file -> its local folder"""
+        """load: reads the configuration again; resolve: name of a model in the file -> its local folder; file: None: there is none"""
         self.file = None if file is None else file.absolute()
         self._held = self._last = held
         self._load = load
@@ -276,12 +276,18 @@ class ServeSource:
     def held(self) -> ServeConfig:
         return self._held
 
-    def read(self) -> FleetConfig:
+    def read(self, pulled: Mapping[str, Path]) -> FleetConfig:
         """May fetch a model. Raises ConfigError, also for a configuration that loses what protects the server."""
         last = self._load()
         check_keeps(self._held, last)
         self._last = last
-        return last.fleet(self._resolve, decide_layout).checked()
+        return last.fleet(lambda name: pulled.get(name) or self._resolve(name), decide_layout).checked()
+
+    def renewed(self, pulled: Mapping[str, Path], versions: Mapping[str, str]) -> FleetConfig:
+        from headrace.fleet.weights import pulled_model
+
+        anew = {name: pulled_model(version) for name, version in versions.items()}
+        return self._held.fleet(lambda name: anew.get(name) or pulled.get(name) or self._resolve(name), decide_layout).checked()
 
     def differences(self) -> list[str]:
         changes = differences(_with_names(self._held), _with_names(self._last))

@@ -280,10 +280,11 @@ class ServeConfig(FleetOptions):
                 engine = model.engine_options(resolve)
                 options = plain(divide(engine, Path(engine.model), sum(each.max_engines for each in self.models)))
                 folders = {name: str(resolve_adapter(path)) for name, path in model.adapters.items()}
-                spec = replace(spec, folder=Path(options.pop("model")), engine=options, adapters=folders)
+                spec = replace(spec, folder=Path(options.pop("model")), source=model.engine.model, engine=options, adapters=folders)
             elif model.remote is not None:
                 remote = tuple(plain(replica) for replica in model.remote.gateway_replicas())
-                spec = replace(spec, folder=resolve(model.remote.model), remote=remote, kubernetes=model.remote.kubernetes)
+                spec = replace(spec, folder=resolve(model.remote.model), source=model.remote.model, remote=remote)
+                spec = replace(spec, kubernetes=model.remote.kubernetes)
             models.append(replace(spec, upstreams=tuple(plain(upstream) for upstream in model.upstreams)))
         shared = {item.name: getattr(self, item.name) for item in fields(FleetOptions)}
         return FleetConfig(**{**shared, "models": tuple(models), "gateway": gateway})

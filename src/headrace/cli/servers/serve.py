@@ -62,24 +62,21 @@ def run(config: ServeConfig, *, read_again: Callable[[], ServeConfig] | None = N
         threading.Thread(target=announce_when_ready, args=(config, ready), name="announce", daemon=True).start()
 
     resolve = partial(resolve_model, experimental=config.experimental)
-    source = None if read_again is None else ServeSource(config, read_again, resolve, file)
-
-    def held() -> ServeConfig:
-        return config if source is None else source.held
+    source = ServeSource(config, read_again or (lambda: config), resolve, file)
 
     requests: list[AdminRequests] = [
         KeyRequests(
-            lambda actor: open_administration(held(), actor=actor),
+            lambda actor: open_administration(source.held, actor=actor),
             {
                 **REQUESTS,
-                **limit_requests(lambda admin, work: read_limits(held(), admin, work)),
-                **cache_requests(lambda: held().whole_gateway(), time.time),
+                **limit_requests(lambda admin, work: read_limits(source.held, admin, work)),
+                **cache_requests(lambda: source.held.whole_gateway(), time.time),
             },
         )
     ]
 
     async def audit(actor: str, action: str, subject: str, detail: Mapping[str, object]) -> None:
-        administration = open_administration(held(), actor=actor)
+        administration = open_administration(source.held, actor=actor)
         try:
             await administration.record(action, subject, detail)
         finally:
