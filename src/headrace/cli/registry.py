@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.admin.control import RunDir, command, open_deployment
+from headrace.cli.admin.directory import AdminFiles, AdminUrl
+from headrace.cli.exits import UsageRefused
 from headrace.core.errors import CheckpointError, ConfigError
+from headrace.registry.names import Reference
 
 if TYPE_CHECKING:
-    from headrace.registry.names import Reference
     from headrace.registry.remote import Registry
 
 registry_app = typer.Typer(help="Keep versions of models in a folder, in S3 or in GCS.", no_args_is_help=True, rich_markup_mode=None)
@@ -77,15 +80,37 @@ def list_models(
 
 
 @registry_app.command()
-def promote(reference: Model, alias: Annotated[str, typer.Argument(help="For example stable, or canary.")]) -> None:
-    """Point an alias to a version. What is served keeps its version until it is started anew."""
+def promote(
+    reference: Model,
+    alias: Annotated[str, typer.Argument(help="For example stable, or canary.")],
+    rollout: Annotated[
+        str | None, typer.Option("--rollout", metavar="MODEL", help="First roll it out to this model of a running deployment.")
+    ] = None,
+    run_dir: RunDir = None,
+    admin: AdminUrl = None,
+    tls_dir: AdminFiles = None,
+) -> None:
+    """Point an alias to a version. What is served keeps its version until a rollout.
+
+    With --rollout the alias is moved once the version has replaced all replicas; a version that is rolled back leaves it where it was.
+    """
     from headrace.registry.remote import Registry
 
     where = _read(reference)
     registry = Registry(where.registry)
     version = registry.find(where.name, where.tag).manifest.version
+    target = Reference(where.registry, where.name, alias)
+    if rollout is None:
+        if (run_dir, admin, tls_dir) != (None, None, None):
+            raise UsageRefused("--run-dir, --admin and --tls-dir: are for --rollout MODEL.")
+    else:
+        registry.check_alias(where.name, alias)
+        body = {"model": rollout, "alias": str(target), "version": str(Reference(where.registry, where.name, version))}
+        if code := command(open_deployment(run_dir, admin, tls_dir), "rollout", body):
+            print(f"headrace: {alias} was not moved", file=sys.stderr)
+            raise typer.Exit(code)
     registry.set_alias(where.name, alias, version)
-    print(f"{where.registry}/{where.name}:{alias} -> {version}")
+    print(f"{target} -> {version}")
 
 
 @registry_app.command()

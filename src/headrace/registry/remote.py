@@ -149,14 +149,18 @@ class Registry:
 
     def set_alias(self, name: str, alias: str, version: str) -> None:
         """Raises ConfigError for an alias that is a version's name, or a version that is not there."""
-        check_name("alias", alias)
+        self.check_alias(name, alias)
         check_name("version", version)
-        if self._read(_version_key(name, alias), MAX_MANIFEST_BYTES) is not None:
-            raise ConfigError("alias", f"{alias!r} is a version of {name}", "Give the alias another name.")
         if self._read(_version_key(name, version), MAX_MANIFEST_BYTES) is None:
             known = ", ".join(self.versions(name)) or "none"
             raise ConfigError("version", f"{name} has no version {version!r} in {self.url}", f"It has {known}.")
         self._move(name, alias, version)
+
+    def check_alias(self, name: str, alias: str) -> None:
+        """Raises ConfigError for an alias that is a version's name."""
+        check_name("alias", alias)
+        if self._read(_version_key(name, alias), MAX_MANIFEST_BYTES) is not None:
+            raise ConfigError("alias", f"{alias!r} is a version of {name}", "Give the alias another name.")
 
     def _move(self, name: str, alias: str, version: str) -> None:
         """version: empty: it points nowhere"""

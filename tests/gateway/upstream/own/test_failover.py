@@ -345,9 +345,7 @@ async def test_other_numerics_are_never_taken_and_the_wait_ends(text: TextModel,
 @pytest.mark.parametrize(
     ("params", "read_already"), [({"n": 2}, {"token_ids": (7,)}), ({"prompt_logprobs": 0}, {"token_ids": ()})], ids=["choice", "prompt"]
 )
-async def test_no_part_of_an_answer_comes_from_other_weights(
-    text: TextModel, params: dict[str, Any], read_already: dict[str, Any]
-) -> None:
+async def test_no_part_of_an_answer_comes_from_other_weights(text: TextModel, params: dict[str, Any], read_already: dict[str, Any]) -> None:
     """Neither a choice of which nothing was read beside one that has begun, nor log-probabilities of the rest of a prompt."""
     async with open_bench(text, models=two_replicas(), timeouts={"failover_s": 0.3}) as bench:
         first, second = equal_replicas(bench)
