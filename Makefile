@@ -92,9 +92,9 @@ gpu-wheels:
 browser:
 	tools/install_debian.sh chromium
 
-# Servers from Debian that tests start: ClickHouse, HAProxy, nginx, Prometheus with promtool; needs root.
+# Servers from Debian that tests start: ClickHouse, Docker's registry, HAProxy, nginx, Prometheus with promtool; needs root.
 servers:
-	tools/install_debian.sh clickhouse-server haproxy nginx prometheus
+	tools/install_debian.sh clickhouse-server docker-registry haproxy nginx prometheus
 
 # systemd from Debian, for the tests of the shipped unit; nothing is started; needs root.
 systemd:

@@ -54,6 +54,7 @@ def test_a_version_from_push_to_removal(url: str, headrace: Headrace) -> None:
         (("push", "/nowhere", "REF:1"), "there is no folder"),
         (("pull", "REF:9"), "there is no folder"),
         (("pull", "http://a/b:1"), "begins with none of"),
+        (("push", "headrace-tiny", "oci://host/draft:1"), "is only read"),
         (("gc", "--dry-run"), "is for a registry"),
     ],
 )

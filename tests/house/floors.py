@@ -70,6 +70,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.wire": Floor(_ours("core", "machine"), ("google", "grpc")),
     "headrace.observe": Floor(_ours("core"), ("prometheus_client",)),
     "headrace.registry": Floor(_ours("core", "machine"), (), ("obstore",)),
+    "headrace.registry.archives": Floor(_ours("core", "registry"), ("backports", "compression")),
     "headrace.observe.traces": Floor(_ours("core", "observe"), ("aiohttp", "msgspec", "prometheus_client")),
     # 2 policy, tensors
     "headrace.policy": Floor(_ours("core")),

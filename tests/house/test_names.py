@@ -20,6 +20,7 @@ FOREIGN = frozenset(
     [
         *("finally", "None", "Protocol"),  # Python
         *("Allow", "Forwarded", "Origin"),  # HTTP
+        *("org.cncf.model.filepath", "org.opencontainers.image.title"),  # ModelPack, OCI
         *("client_max_body_size", "health_check", "least_conn", "worker_connections"),  # nginx, HAProxy
         *("SSL_CERT_FILE",),  # OpenSSL
         *("default.headrace_usage",),  # a table in ClickHouse

@@ -18,6 +18,7 @@ MAX_LINES, MAX_DAYS = 10, 14
 ALLOWED_SKIPS = (
     "No ClickHouse server is installed",
     "Prometheus is not installed",
+    "docker-registry is not installed",
     "systemd is not installed",
     "files of another user are root's to make",
     "only root can make a folder of somebody else's",

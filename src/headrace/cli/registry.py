@@ -1,4 +1,6 @@
-"""`headrace registry push|pull|list|promote|remove|verify|gc`: versions of models in folders and object storage (docs/registry.md)."""
+"""`headrace registry push|pull|list|promote|remove|verify|gc`: versions of models in folders and object storage, and of OCI
+registries to pull (docs/registry.md).
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ from headrace.registry.names import Reference
 if TYPE_CHECKING:
     from headrace.registry.remote import Registry
 
-registry_app = typer.Typer(help="Keep versions of models in a folder, in S3 or in GCS.", no_args_is_help=True, rich_markup_mode=None)
+registry_app = typer.Typer(
+    help="Keep versions of models in a folder, in S3 or in GCS, and pull them, also from OCI registries.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 UNUSED_DAYS = 30
 
-Model = Annotated[str, typer.Argument(metavar="REF", help="file://, s3:// or gs://ROOT/NAME[:TAG]; TAG is a version or an alias.")]
+Model = Annotated[str, typer.Argument(metavar="REF", help="file://, s3://, gs:// or oci://ROOT/NAME[:TAG]; TAG is a version or an alias.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 
 

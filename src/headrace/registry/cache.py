@@ -7,6 +7,7 @@
     versions/DIGEST/.seen    the files' sizes and times when they were checked
     versions/DIGEST/.used    its time is that of the last use; locked by each process that uses the version, as long as that lives
     tags/DIGEST              manifest's digest of a registry's version, so that a node that has it asks no registry
+                             (a version of an OCI registry has `names.artifact_key` in the place of the manifest's digest)
 
 A version's folder is renamed into its place once it is complete, so that it is there whole or not at all, wherever a pull ends. One that is
 in use is not removed.
@@ -26,13 +27,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.core.errors import CheckpointError, ConfigError, RegistryFailed
 from headrace.core.regular_files import MAX_FILE_BYTES, read_file
 from headrace.machine.cache_folder import ENVIRONMENT, cache_root, open_private
-from headrace.registry.manifest import Manifest, StoredFile, read_manifest
-from headrace.registry.names import NAME, Reference
+from headrace.registry.archives import unpack
+from headrace.registry.manifest import Manifest, StoredFile, checked, read_manifest
+from headrace.registry.names import DIGEST, NAME, OCI, Reference, artifact_key
+from headrace.registry.oci import OciRepository
 from headrace.registry.remote import CHUNK_BYTES, Found, OnProgress, Registry
 
 log = logging.getLogger(__name__)
@@ -60,11 +64,11 @@ class NodeCache:
         Raises RegistryFailed, ConfigError where it is not in the registry, CheckpointError for bytes that are not those pushed.
         """
         tag_file = self._tags / hashlib.sha256(str(reference).encode()).hexdigest()
-        pinned = self._pinned(tag_file)
+        pinned = artifact_key(reference.name, reference.tag) if DIGEST.fullmatch(reference.tag) else self._pinned(tag_file)
         with _on_disk(self._root):
             if pinned and (folder := self._known(pinned, reference.name)) is not None:
                 return folder
-            registry = Registry(reference.registry)
+            registry = _registry_of(reference)
             found = registry.find(reference.name, reference.tag)
             if pinned not in ("", found.digest):
                 reason = "has another manifest than when this machine pulled it first, and a version never changes"
@@ -82,12 +86,12 @@ class NodeCache:
 
         Raises ConfigError where it is not here.
         """
-        found = Registry(reference.registry).find(reference.name, reference.tag)
+        digest = _registry_of(reference).find(reference.name, reference.tag).digest
         with _on_disk(self._root), self._locked():
-            home = self._versions / found.digest / reference.name
-            if not home.is_dir():
+            home, seen = self._versions / digest / reference.name, self._seen(digest)
+            if seen is None or not home.is_dir():
                 raise ConfigError("model", f"{reference} is not on this machine", "headrace registry pull brings it.")
-            wrong = [file for file in found.manifest.files if not _is_intact(home / file.path, file)]
+            wrong = [file for file in seen[0].files if not _is_intact(home / file.path, file)]
             self._drop(wrong)
         return [file.path for file in wrong]
 
@@ -159,20 +163,19 @@ class NodeCache:
         self._write(home / ".seen", _seen(manifest, home / name))
         return home / name
 
-    def _fetch(self, registry: Registry, found: Found, on_progress: OnProgress | None) -> Path:
-        manifest, done = found.manifest, 0
-        self._drop(
-            [file for file in manifest.files if (self._blobs / file.sha256).exists() and not _is_intact(self._blobs / file.sha256, file)]
-        )
-        missing = [file for file in manifest.files if not (self._blobs / file.sha256).exists()]
+    def _fetch(self, registry: Registry | OciRepository, found: Found, on_progress: OnProgress | None) -> Path:
+        files, done = (*found.manifest.files, *found.archives), 0
+        self._drop([file for file in files if (self._blobs / file.sha256).exists() and not _is_intact(self._blobs / file.sha256, file)])
+        missing = [file for file in files if not (self._blobs / file.sha256).exists()]
         total = sum(file.size for file in missing)
         begun = sum(_size(self._parts / file.sha256) for file in missing)
-        self._make_room(total - begun, frozenset(file.sha256 for file in manifest.files))
+        self._make_room(total - begun, frozenset(file.sha256 for file in files))
         for file in missing:
             for count in self._fetch_blob(registry, file):
                 done += count
                 if on_progress is not None:
                     on_progress(done, total)
+        manifest = self._with_unpacked(found, registry.url)
         home = Path(tempfile.mkdtemp(prefix="new-", dir=self._versions))
         folder = home / manifest.name
         folder.mkdir(mode=0o700)
@@ -186,7 +189,22 @@ class NodeCache:
         home.rename(target)
         return target / manifest.name
 
-    def _fetch_blob(self, registry: Registry, file: StoredFile, is_second: bool = False) -> Iterator[int]:
+    def _with_unpacked(self, found: Found, url: str) -> Manifest:
+        """Blobs of archives go once their files are blobs."""
+        files, where, target = list(found.manifest.files), f"{url}: {found.digest}", self._parts / "unpacked"
+        kept = {file.sha256 for file in (*files, *found.archives)}
+        for archive in found.archives:
+            blob = self._blobs / archive.sha256
+            for file in unpack(blob, archive.path, target, lambda num_bytes: self._make_room(num_bytes, kept), where):
+                target.chmod(0o400)
+                target.rename(self._blobs / file.sha256)
+                files.append(file)
+                kept.add(file.sha256)
+        for archive in found.archives:
+            (self._blobs / archive.sha256).unlink(missing_ok=True)
+        return checked(replace(found.manifest, files=tuple(files)), where)
+
+    def _fetch_blob(self, registry: Registry | OciRepository, file: StoredFile, is_second: bool = False) -> Iterator[int]:
         """Yields the bytes that have come, in turn. What a part has already is read again for the digest; where a crash has damaged it, the
         file is fetched from its beginning.
         """
@@ -301,7 +319,13 @@ def _on_disk(root: Path) -> Iterator[None]:
         raise RegistryFailed(str(root), f"this machine's copies cannot be kept there: {error}", f"Set {ENVIRONMENT}.") from error
 
 
-def _ranges(registry: Registry, file: StoredFile, start: int) -> Iterator[memoryview]:
+def _registry_of(reference: Reference) -> Registry | OciRepository:
+    if reference.registry.startswith(OCI):
+        return OciRepository(f"{reference.registry}/{reference.name}")
+    return Registry(reference.registry)
+
+
+def _ranges(registry: Registry | OciRepository, file: StoredFile, start: int) -> Iterator[memoryview]:
     """The file's bytes from `start`, in order; RANGES_AHEAD requests run at a time."""
     starts = iter(range(start, file.size, CHUNK_BYTES))
     asked: deque[tuple[int, Future[memoryview]]] = deque()

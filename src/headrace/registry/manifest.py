@@ -65,6 +65,11 @@ def read_manifest(data: bytes, where: str) -> Manifest:
         manifest = decode(Manifest, json.loads(data))
     except (ConfigError, ValueError, RecursionError) as error:
         raise CheckpointError(where, f"is no manifest: {error}") from error
+    return checked(manifest, where)
+
+
+def checked(manifest: Manifest, where: str) -> Manifest:
+    """Raises CheckpointError, naming `where`."""
     problem = _problem(manifest)
     if problem:
         raise CheckpointError(where, problem)
@@ -80,11 +85,15 @@ def _problem(manifest: Manifest) -> str:
     if len({file.path for file in manifest.files}) < len(manifest.files):
         return "names a file twice"
     for file in manifest.files:
-        if not any(fnmatch(file.path, pattern) for pattern in KEPT):
+        if not is_kept(file.path):
             return f"names {file.path}, which is none of {', '.join(KEPT)}"
         if file.size < 0 or len(file.sha256) != 64 or not HEX.issuperset(file.sha256):
             return f"gives {file.path} no valid size or SHA-256"
     return f"has {manifest.num_bytes} bytes, more than {MAX_BYTES}" if manifest.num_bytes > MAX_BYTES else ""
+
+
+def is_kept(name: str) -> bool:
+    return NAME.fullmatch(name) is not None and any(fnmatch(name, pattern) for pattern in KEPT)
 
 
 def files_of(folder: Path) -> tuple[list[str], list[str]]:
@@ -92,8 +101,7 @@ def files_of(folder: Path) -> tuple[list[str], list[str]]:
     kept: list[str] = []
     left_out: list[str] = []
     for path in sorted(folder.iterdir()):
-        is_kept = path.is_file() and NAME.fullmatch(path.name) and any(fnmatch(path.name, pattern) for pattern in KEPT)
-        (kept if is_kept else left_out).append(path.name)
+        (kept if path.is_file() and is_kept(path.name) else left_out).append(path.name)
     if not any(name.endswith((".safetensors", ".gguf")) for name in kept):
         raise CheckpointError(str(folder), "holds no weights in .safetensors or .gguf", "Give a model's folder.")
     if len(kept) > MAX_FILES:

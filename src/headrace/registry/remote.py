@@ -25,7 +25,7 @@ from typing import Any
 
 from headrace.core.errors import CheckpointError, ConfigError, RegistryFailed
 from headrace.registry.manifest import MAX_MANIFEST_BYTES, Manifest, StoredFile, describe, digest_of, files_of, read_manifest
-from headrace.registry.names import LATEST, NAME, Reference, check_name, check_registry
+from headrace.registry.names import LATEST, NAME, OCI, Reference, check_name, check_registry
 
 CHUNK_BYTES = 8 << 20
 UPLOAD_CHUNKS = 4
@@ -44,10 +44,14 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """digest: of the manifest's bytes"""
+    """
+    digest    of the manifest's bytes, or `names.artifact_key`
+    archives  to be unpacked (`archives.unpack`): what they hold is not in the manifest. Their paths are how they are packed
+    """
 
     manifest: Manifest
     digest: str
+    archives: tuple[StoredFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,11 @@ class Registry:
     def __init__(self, url: str, clock: Callable[[], float] = time.time, *, may_make: bool = False) -> None:
         """may_make: a folder that is not there is made, as a push does"""
         self.url = check_registry(url)
+        if url.startswith(OCI):
+            remedy = "Push with oras or modctl, move tags there, and give pull, serve and verify --here its models."
+            raise ConfigError("registry", f"{url} is an OCI registry, which is only read", remedy)
         self._clock = clock
-        with _failures(self.url):
+        with failures(self.url):
             self._store = _open(self.url, may_make=may_make)
 
     # what is there
@@ -84,7 +91,7 @@ class Registry:
         return Found(manifest, digest_of(data))
 
     def names(self) -> list[str]:
-        with _failures(self.url):
+        with failures(self.url):
             prefixes = self._obstore.list_with_delimiter(self._store, "models")["common_prefixes"]
         return sorted(prefix.rsplit("/", 1)[-1] for prefix in prefixes)
 
@@ -186,7 +193,7 @@ class Registry:
         elif pointing:
             raise ConfigError("version", f"{', '.join(pointing)} points to {name}:{version}", "Point it to another version first.")
         self._create(_removed_key(name, version), b"{}")
-        with _failures(self.url):
+        with failures(self.url):
             self._obstore.delete(self._store, _version_key(name, version))
 
     def collect(self, *, dry_run: bool = False) -> Collected:
@@ -200,7 +207,7 @@ class Registry:
         for key, _ in () if dry_run else unnamed:
             entry = self._head(key)
             if entry is not None and entry[2] < before:  # else a push has sent it again since
-                with _failures(self.url):
+                with failures(self.url):
                     self._obstore.delete(self._store, key)
         return Collected(len(unnamed), sum(size for _, size in unnamed))
 
@@ -219,7 +226,7 @@ class Registry:
     # bytes
 
     def read_range(self, file: StoredFile, start: int, size: int) -> memoryview:
-        with _failures(self.url):
+        with failures(self.url):
             return memoryview(self._obstore.get_range(self._store, _blob_key(file), start=start, length=size))
 
     def read_blob(self, file: StoredFile) -> Iterator[memoryview]:
@@ -251,7 +258,7 @@ class Registry:
 
         part_bytes = max(CHUNK_BYTES, -(-file.size // MAX_PARTS))
         try:
-            with _failures(self.url):
+            with failures(self.url):
                 self._obstore.put(self._store, key, chunks(), chunk_size=part_bytes, max_concurrency=UPLOAD_CHUNKS)
         except RegistryFailed as error:
             if has_changed:
@@ -260,10 +267,10 @@ class Registry:
 
     @property
     def _obstore(self) -> Any:
-        return _import_obstore()
+        return import_obstore()
 
     def _head(self, key: str) -> tuple[str, int, float] | None:
-        with _failures(self.url):
+        with failures(self.url):
             try:
                 meta = self._obstore.head(self._store, key)
             except FileNotFoundError:
@@ -271,7 +278,7 @@ class Registry:
         return _entry(meta)
 
     def _read(self, key: str, most: int) -> bytes | None:
-        with _failures(self.url):
+        with failures(self.url):
             try:
                 result = self._obstore.get(self._store, key)
             except FileNotFoundError:
@@ -282,15 +289,15 @@ class Registry:
 
     def _create(self, key: str, data: bytes) -> bool:
         """False where the object is there."""
-        with _failures(self.url):
+        with failures(self.url):
             try:
                 self._obstore.put(self._store, key, data, mode="create")
-            except _import_obstore().exceptions.AlreadyExistsError:
+            except import_obstore().exceptions.AlreadyExistsError:
                 return False
         return True
 
     def _list(self, prefix: str) -> list[tuple[str, int, float]]:
-        with _failures(self.url):
+        with failures(self.url):
             return [_entry(meta) for chunk in self._obstore.list(self._store, prefix) for meta in chunk]
 
 
@@ -321,7 +328,7 @@ def _blob_key(file: StoredFile) -> str:
     return f"blobs/{file.sha256}"
 
 
-def _import_obstore() -> Any:
+def import_obstore() -> Any:
     try:
         import obstore
     except ImportError as error:
@@ -330,7 +337,7 @@ def _import_obstore() -> Any:
 
 
 def _open(url: str, *, may_make: bool) -> Any:
-    _import_obstore()
+    import_obstore()
     from obstore.store import LocalStore, from_url
 
     if url.startswith("file://"):
@@ -342,8 +349,8 @@ def _open(url: str, *, may_make: bool) -> Any:
 
 
 @contextmanager
-def _failures(url: str) -> Iterator[None]:
-    obstore = _import_obstore()
+def failures(url: str) -> Iterator[None]:
+    obstore = import_obstore()
     try:
         yield
     except (obstore.exceptions.BaseError, OSError, ValueError) as error:
