@@ -4,7 +4,8 @@ A manifest lists layers by digest. A raw layer is a file under the name that an 
 unpacked by `archives`. Tags move, digests do not. Writing is left to other tools.
 
 obstore asks for manifests and for ranges of blobs, repeats, and follows redirects; it sends the authorization to no other host. A request
-without one is answered with a challenge (RFC 9110): it says where a token is to be had, or that a password is wanted. Passwords are Docker's.
+without one is answered with a challenge (RFC 9110): it says where a token is to be had, or that a password is wanted. Docker's passwords
+are used.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         raise ConfigError("tensor_parallel_size or pipeline_parallel_size", "this command starts one process of a replica", "Use 1.")
     place = config.parallelism.place(0)
     choices = choose(config, packed, features, place)
-    with log_compiling(choices.backend.compiler), ExitStack() as unless_ready:
+    with log_compiling(choices.backend.compiler), choices.compiling_ahead(), ExitStack() as unless_ready:
         group = None if lead is None else unless_ready.enter_context(closing(lead(choices.facts(config))))
         part = load_part(config, choices, packed, place, NO_PEERS if group is None else group.peers)
         loaded = part.loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,6 +88,10 @@ class StartChoices:
         if self.backend.choice is not None:
             return "on the device"
         return "plain NumPy, slow for large vocabularies" if self.backend.draw is plain_draw else "compiled"
+
+    def compiling_ahead(self) -> AbstractContextManager[None]:
+        compiler = self.backend.compiler
+        return nullcontext() if compiler is None else compiler.ahead(self.backend.packing.activation_dtype(self.dtype), self.kv_dtype)
 
     @property
     def kernels(self) -> str:

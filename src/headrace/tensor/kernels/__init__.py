@@ -255,6 +255,10 @@ class KernelCompiler(Protocol):
         """Inside, `report` is called with the number of functions compiled so far: 0 when the first begins, never if none is compiled."""
         ...
 
+    def ahead(self, dtype: torch.dtype, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Inside, another process may compile some of what a start needs that computes in these dtypes."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:

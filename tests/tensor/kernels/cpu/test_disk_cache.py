@@ -64,6 +64,7 @@ def kernel(arguments: int, worker: int, workers: int) -> None:
 
 
 def test_a_full_disk_is_one_warning_and_the_kernels_run(disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    launch.threading_layer()  # its region has a place of its own, and is compiled before
     with files_of_at_most(64):
         launch.launch(launch.compile_kernel(kernel), [1], 2)
     [record] = caplog.records
@@ -72,7 +73,7 @@ def test_a_full_disk_is_one_warning_and_the_kernels_run(disk: Disk, tmp_path: Pa
     assert "HEADRACE_CACHE_DIR" in record.getMessage()
     assert disk.refusal is not None
     assert disk.refusal.startswith("compiled kernels cannot be kept"), "what is shown at start says so too"
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 
 def test_a_disk_with_room_keeps_them_without_a_word(disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ from headrace.core.errors import ConfigError
 from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels import Backend, Kernels, Linear, PackedLinear, RowReader
 from headrace.tensor.kernels.cpu import adapters, cache_write, draw, elementwise, mask, stored_rows
+from headrace.tensor.kernels.cpu.ahead import compiling_ahead
 from headrace.tensor.kernels.cpu.attention import paged as attention
 from headrace.tensor.kernels.cpu.integer import packing as integer_packing
 from headrace.tensor.kernels.cpu.integer import quantized
@@ -166,6 +167,9 @@ class NumbaCompiler:
 
     def reporting(self, report: Callable[[int], None]) -> AbstractContextManager[None]:
         return report_compiling(report)
+
+    def ahead(self, dtype: torch.dtype, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
+        return compiling_ahead(dtype, kv_dtype)
 
 
 class NumbaKernels:

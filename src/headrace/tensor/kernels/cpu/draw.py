@@ -246,7 +246,7 @@ def _draw(arguments: int, worker: int, workers: int) -> None:
 
 
 @cache
-def _kernel() -> int:
+def kernel() -> int:
     return compile_kernel(_draw)
 
 
@@ -279,5 +279,5 @@ def draw(logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints
         tokens=tokens.ctypes.data,
         **{name: column.ctypes.data for name, column in columns.items()},
     )
-    launch(_kernel(), arguments, workers, tokens, logits, scratch, ids, *columns.values())
+    launch(kernel(), arguments, workers, tokens, logits, scratch, ids, *columns.values())
     return tokens

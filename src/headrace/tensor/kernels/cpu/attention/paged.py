@@ -241,19 +241,19 @@ def _attend_bf16_int8(arguments: int, worker: int, workers: int) -> None:
     attend(a, as_bf16(a.query), as_i8(a.cache), as_bf16(a.out))
 
 
-_SOURCES: dict[tuple[torch.dtype, torch.dtype], Callable[[int, int, int], None]] = {
+SOURCES: dict[tuple[torch.dtype, torch.dtype], Callable[[int, int, int], None]] = {
     (torch.float32, torch.float32): _attend_f32,
     (torch.bfloat16, torch.bfloat16): _attend_bf16,
     (torch.float32, torch.bfloat16): _attend_f32_bf16,
     (torch.float32, torch.int8): _attend_f32_int8,
     (torch.bfloat16, torch.int8): _attend_bf16_int8,
 }
-MIXED = {(query, cache_) for query, cache_ in _SOURCES if query != cache_}
+MIXED = {(query, cache_) for query, cache_ in SOURCES if query != cache_}
 
 
 @cache
-def _kernel(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
-    return compile_kernel(_SOURCES[query_dtype, cache_dtype])
+def kernel(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
+    return compile_kernel(SOURCES[query_dtype, cache_dtype])
 
 
 def supports(head_dim: int) -> bool:
@@ -308,7 +308,7 @@ def paged_attention(
     scale: float,
     window: int | None,
 ) -> None:
-    """See `Kernels.attention`; writes out [T, H, D] in the query's dtype. The pair of dtypes is in `_SOURCES`, and `supports(D)` holds."""
+    """See `Kernels.attention`; writes out [T, H, D] in the query's dtype. The pair of dtypes is in `SOURCES`, and `supports(D)` holds."""
     (tokens, heads, head_dim), kv_heads = query.shape, cache_.shape[3]
     group, reach = heads // kv_heads, NO_WINDOW if window is None else window
     kind = (row_starts.data_ptr(), context_lens.data_ptr(), context_lens.shape[0], kv_heads, group, head_dim, reach, thread_limit())
@@ -318,7 +318,7 @@ def paged_attention(
         out[plan.tokens :] = 0.0
     arguments = attention_arguments(query, cache_, kv_scales, block_table, out, plan, window=reach, scale=scale)
     memory = with_counter(arguments)
-    kernel, recorded = _kernel(query.dtype, cache_.dtype), current_recording()
+    compiled, recorded = kernel(query.dtype, cache_.dtype), current_recording()
     replan = None if recorded is None else recorded.argument_update(kind, lambda: Replan(kind, plan))
     launches = [(memory, plan.workers)]
     if plan.has_parts or recorded is not None:  # a recorded one is passed over while no context is shared
@@ -327,7 +327,7 @@ def paged_attention(
         if recorded is not None and replan is not None:
             replan.places.append((place, recorded.num_entries))
         scales = () if kv_scales is None else (kv_scales,)
-        launch(kernel, place, workers, out, query, cache_, block_table, plan.items, plan.parts, *scales)
+        launch(compiled, place, workers, out, query, cache_, block_table, plan.items, plan.parts, *scales)
 
 
 def _joining(memory: array[int]) -> array[int]:

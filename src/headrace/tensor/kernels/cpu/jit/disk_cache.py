@@ -13,14 +13,16 @@ not a changed helper in another file.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
 import platform
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ from headrace.machine.cache_folder import ENVIRONMENT, cache_root, open_private
 log = logging.getLogger(__name__)
 
 KERNEL_SOURCES = Path(__file__).parents[2]
+MAX_WAIT_S = 60.0
+POLL_S = 0.05
 COMPILE = "numba:compile"
 """Numba's event around each compilation, nested ones included. Numba does not trigger it for C functions; `KeptCFunc` does."""
 
@@ -154,11 +158,39 @@ def keep(dispatcher: Any) -> None:
     dispatcher._cache = KernelCache(dispatcher.py_func)
 
 
+@contextmanager
+def only_here(lock: Path) -> Iterator[None]:
+    """Another process that is inside is waited for, up to MAX_WAIT_S. Then this one goes on, as where the disk has no locks."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            lock.parent.mkdir(mode=0o700, exist_ok=True)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, descriptor)
+            until = time.monotonic() + MAX_WAIT_S
+            while not _locked(descriptor) and time.monotonic() < until:
+                time.sleep(POLL_S)
+        yield
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 class KeptCFunc(CFunc):
     address: int
+    _turn: Path | None = None
 
     def enable_caching(self) -> None:
         self._cache = KernelCache(self.__wrapped__)
+        self._turn = Path(self._cache.cache_path, f"{self.__wrapped__.__name__}.lock")
+
+    def compile(self) -> None:
+        with nullcontext() if self._turn is None else only_here(self._turn):
+            super().compile()
 
     def _compile_uncached(self) -> Any:
         numba_cfunc: Any = super()

@@ -1,0 +1,41 @@
+"""Compiles the kernels that take longest in a process of its own, while a first start reads weights and compiles the others.
+
+    python -m headrace.tensor.kernels.cpu.ahead float32 bfloat16    attention of these queries and caches, then the drawing of tokens
+
+Both take half of the time of all. `disk_cache` has one process wait for another that compiles the same kernel; so the start finds them, and
+compiles what is left where this process fails.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from headrace.tensor.kernels.cpu import draw
+from headrace.tensor.kernels.cpu.attention import paged
+from headrace.tensor.kernels.cpu.jit.launch import CACHE, thread_limit
+
+
+@contextmanager
+def compiling_ahead(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> Iterator[None]:
+    """The process ends with the block. None is started for one thread, or where attention has been compiled."""
+    function = paged.SOURCES.get((query_dtype, cache_dtype))
+    if function is None or CACHE.directory is None or thread_limit() < 2 or any(CACHE.directory.rglob(f"paged.{function.__name__}-*.nbi")):
+        yield
+        return
+    command = [sys.executable, "-P", "-m", __name__, *(str(dtype).removeprefix("torch.") for dtype in (query_dtype, cache_dtype))]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    paged.kernel(*(getattr(torch, name) for name in sys.argv[1:]))
+    draw.kernel()
