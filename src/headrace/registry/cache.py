@@ -210,7 +210,7 @@ class NodeCache:
         """
         part = self._parts / file.sha256
         digest, there = hashlib.sha256(), 0
-        with part.open("a+b") as target:
+        with part.open("a+b") as target, ThreadPoolExecutor(1, thread_name_prefix="headrace-digest") as beside:
             target.seek(0)
             while data := target.read(CHUNK_BYTES):
                 digest.update(data)
@@ -218,8 +218,9 @@ class NodeCache:
             if there:
                 yield there
             for piece in _ranges(registry, file, there):
+                hashed = beside.submit(digest.update, piece)
                 target.write(piece)
-                digest.update(piece)
+                hashed.result()
                 yield len(piece)
             target.flush()
             os.fsync(target.fileno())
