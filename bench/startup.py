@@ -76,8 +76,8 @@ def _import_in_stages(clock: Clock) -> None:
     module: Any = import_module("headrace.engine.build")
     begin = module.read_ahead
 
-    def begin_and_import(config: Any) -> Any:
-        folder = begin(config)
+    def begin_and_import(config: Any, rank: int = 0) -> Any:
+        folder = begin(config, rank)
         clock.stage("before torch")
         import torch  # noqa: F401
 

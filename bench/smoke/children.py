@@ -90,7 +90,7 @@ class Server:
     """`headrace serve` of the bundled model. start_s: from the start of its process to its first token at a client."""
 
     def __init__(self, process: subprocess.Popen[str], port: int, start_s: float) -> None:
-        self.start_s = start_s
+        self.port, self.start_s = port, start_s
         self._process = process
         self._target = LoadTarget(url=f"http://127.0.0.1:{port}", model=SERVED)
 
@@ -113,20 +113,22 @@ class Server:
 
 
 @contextmanager
-def server(side: Side, log: Path, *, model: str = SERVED, flags: Sequence[str] = ()) -> Iterator[Server]:
+def server(
+    side: Side, log: Path, *, model: str = SERVED, flags: Sequence[str] = (), timeout_s: float = START_TIMEOUT_S
+) -> Iterator[Server]:
     """`headrace serve` of `model`, which is called SERVED whatever it is."""
     port = free_port()
     command = [sys.executable, "-P", "-m", "headrace", "serve", model, "--served-model-name", SERVED, "--port", str(port), *flags]
     began = time.monotonic()
     with running(command, {**side.environ(), "HEADRACE_STATE": str(log.with_suffix(".state"))}, log) as process:
-        while not _answers(port):
-            if process.poll() is not None or time.monotonic() - began > START_TIMEOUT_S:
+        while not answers(port):
+            if process.poll() is not None or time.monotonic() - began > timeout_s:
                 raise SmokeError(f"the server of {side.name} does not answer: {last_words(log)}")
             time.sleep(POLL_S)
         yield Server(process, port, time.monotonic() - began)
 
 
-def _answers(port: int) -> bool:
+def answers(port: int) -> bool:
     """One token was asked for and has come."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_TIMEOUT_S)
     try:
