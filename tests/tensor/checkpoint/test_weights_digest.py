@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.machine.cache_folder import ENVIRONMENT
+from headrace.registry.cache import NodeCache
+from headrace.registry.names import Reference
+from headrace.registry.remote import Registry
 from headrace.tensor.checkpoint import weights_digest
 from headrace.tensor.checkpoint.weights_digest import WeightsDigest
 from headrace.tensor.host.unfinished import UNFINISHED, locked
@@ -154,3 +158,23 @@ def test_old_records_make_room(files: list[Path], records: Path, monkeypatch: py
     WeightsDigest(files, records).compute()
     assert len(list(records.iterdir())) == 2
     assert not (records / "2.weights").exists()
+
+
+def test_what_a_pull_has_hashed_is_known_until_it_is_changed(files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The change keeps size and time of the file. A folder elsewhere is believed nothing."""
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "cache"))
+    files[0].write_text("{}")
+    Registry(f"file://{tmp_path}/registry", may_make=True).push(files[0].parent, "llama", "1")
+    folder = NodeCache().pull(Reference(f"file://{tmp_path}/registry", "llama", "1"))
+    pulled = [folder / path.name for path in files]
+    assert WeightsDigest(pulled, None).known == WeightsDigest(files, None).compute() != ""
+    (files[0].parent.parent / ".seen").write_bytes((folder.parent / ".seen").read_bytes())
+    assert WeightsDigest(files, None).known == ""
+    tick = tmp_path / "tick"
+    tick.touch()
+    while tick.stat().st_ctime_ns <= (folder.parent / ".seen").stat().st_mtime_ns:  # the clock of files has steps of some milliseconds
+        tick.touch()
+    pulled[1].chmod(0o600)
+    flip(pulled[1], 50)
+    assert WeightsDigest(pulled, None).known == ""
+    assert WeightsDigest(pulled, None).compute() != WeightsDigest(files, None).compute()

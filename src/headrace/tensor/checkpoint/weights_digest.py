@@ -2,7 +2,8 @@
 
 Equal digests mean equal weights; `Checkpoint.digest` in contrast samples the files. Hashing takes about half a second per gigabyte, in
 pieces between which the caller may pause. The record beside the packed weights has a stamp of each file (size, mtime, ctime, inode);
-ctime, since a copy may preserve the mtime.
+ctime, since a copy may preserve the mtime. Files that were pulled from a registry have been hashed then (`registry.cache`): they are not
+hashed again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Generator, Sequence
 from hashlib import blake2b, sha256
 from pathlib import Path
 
+from headrace.core.regular_files import MAX_FILE_BYTES, read_file
+from headrace.machine.cache_folder import cache_root
 from headrace.tensor.host.unfinished import UNFINISHED, locked, remove_oldest, remove_unfinished
 
 log = logging.getLogger(__name__)
@@ -47,7 +50,7 @@ class WeightsDigest:
         self._stamps = _stamps(self._files)
         self._record = None if directory is None else directory / f"{_key(self._files)}{SUFFIX}"
         self._packed_from: str | None = None
-        self._content = self._recorded()
+        self._content = _pulled(self._files) or self._recorded()
 
     @property
     def known(self) -> str:
@@ -109,6 +112,22 @@ class WeightsDigest:
         remove_unfinished(self._record.parent)
         records = list(self._record.parent.glob(f"*{SUFFIX}"))
         remove_oldest(records, max_files=MAX_RECORDS, max_bytes=MAX_RECORDS_BYTES)
+
+
+def _pulled(files: Sequence[Path]) -> str:
+    """What `_hashed` would return, by the digests that a pull has checked; "" for files of another folder, or changed since."""
+    home = files[0].parent.parent
+    if home.parent.resolve() != (cache_root(os.environ) / "registry" / "versions").resolve():
+        return ""
+    try:
+        seen, since_ns = json.loads(read_file(home / ".seen", MAX_FILE_BYTES)), (home / ".seen").stat().st_mtime_ns
+        digests = {file["path"]: file["sha256"] for file in seen["manifest"]["files"]}
+        found = [(path.name, path.stat()) for path in files]
+        if any(info.st_ctime_ns > since_ns or seen["stamps"][name][0] != info.st_size for name, info in found):
+            return ""
+        return sha256("".join(f"{path.name}\0{digests[path.name]}\0" for path in files).encode()).hexdigest()
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def _stamps(files: Sequence[Path]) -> Stamps:
