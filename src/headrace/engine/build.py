@@ -183,11 +183,15 @@ def build_engine(
     return engine
 
 
-def build_served_engine(config: EngineConfig, outbox: Outbox, rendezvous: Path | None = None, block_key: str = "") -> Engine:
-    """A thread sets the digest of all weights in the engine's `info`: gateways need it to know whether a stream of another replica may
+def build_served_engine(
+    config: EngineConfig, outbox: Outbox, rendezvous: Path | None = None, block_key: str = "", *, compiles_beside: bool = False
+) -> Engine:
+    """compiles_beside: a first start may have another process compile kernels, as no program that only uses an engine expects
+
+    A thread sets the digest of all weights in the engine's `info`: gateways need it to know whether a stream of another replica may
     go on here.
     """
-    engine, weights, unwritten = _build(config, outbox, rendezvous, block_key)
+    engine, weights, unwritten = _build(config, outbox, rendezvous, block_key, compiles_beside=compiles_beside)
     if weights is not None or unwritten is not None:
         thread = threading.Thread(target=_end_start, args=(engine, weights, unwritten), name=WRITER, daemon=True)
         thread.start()
@@ -233,6 +237,8 @@ def _build(
     rendezvous: Path | None,
     block_key: str = "",
     check_ranks: Callable[[], None] = lambda: None,
+    *,
+    compiles_beside: bool = False,
 ) -> tuple[Engine, Callable[[], str] | None, Pieces | None]:
     """Also returns a function that hashes the weights (None: the digest is known), and the packed weights to write."""
     config = config.checked()
@@ -245,7 +251,7 @@ def _build(
             from headrace.engine.ranks.leader import lead_ranks
 
             lead = partial(lead_ranks, rendezvous, config.parallelism, check_ranks)
-        built = build(config, packed, lead=lead)
+        built = build(config, packed, lead=lead, compiles_beside=compiles_beside)
     meter = EngineMeter(built.info, built.read_gpu, built.read_experts)
     engine = assemble(
         config, built.runner, built.info, outbox,

@@ -37,4 +37,5 @@ def run_engine(read: Callable[[], tuple[ProcessConfig, EngineConfig]], parent_fd
         leave(run_member(partial(build_member, engine, process.rank, rendezvous), leash))
         return
     read_adapters = None if parent_fd is None else partial(adapters_of, read, held)
-    leave(run_process(lambda outbox: build_served_engine(engine, outbox, rendezvous, process.block_key), process, leash, read_adapters))
+    build = partial(build_served_engine, engine, rendezvous=rendezvous, block_key=process.block_key, compiles_beside=True)
+    leave(run_process(build, process, leash, read_adapters))

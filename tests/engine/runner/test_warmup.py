@@ -21,7 +21,7 @@ import logging, sys
 from headrace.engine.config import EngineConfig
 from headrace.engine.runner.build import build_runner
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
-build_runner(EngineConfig(model=sys.argv[1], num_kv_blocks=50, max_model_len=64, num_threads=1).checked())[0].close()
+build_runner(EngineConfig(model=sys.argv[1], num_kv_blocks=50, max_model_len=64).checked())[0].close()
 """
 
 
@@ -100,7 +100,6 @@ def _empty(arguments: int, worker: int, workers: int) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_start_compiles_about_as_many_as_it_says_and_the_next_one_none(tmp_path: Path) -> None:
-    """With one thread no process beside it compiles some."""
     environment = {**os.environ, "HEADRACE_CACHE_DIR": str(tmp_path / "cache"), "HEADRACE_KEEP_PACKED": "0"}
     folder = bundled_path(DEFAULT_MODEL)
     if folder is None:

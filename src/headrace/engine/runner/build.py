@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -92,8 +92,17 @@ def build_runner(
     return build(config.checked(), packed, features)[:2]
 
 
-def build(config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None, lead: Lead | None = None) -> Built:
-    """lead: None where the replica can have no rank but this one
+def build(
+    config: EngineConfig,
+    packed: PackedFolder | None = None,
+    features: CpuFeatures | None = None,
+    lead: Lead | None = None,
+    *,
+    compiles_beside: bool = False,
+) -> Built:
+    """
+    lead             None where the replica can have no rank but this one
+    compiles_beside  another process may compile kernels meanwhile
 
     Raises: ConfigError, CheckpointError; before any weight is read where that is possible. What ended another rank, too.
     """
@@ -101,7 +110,8 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         raise ConfigError("tensor_parallel_size or pipeline_parallel_size", "this command starts one process of a replica", "Use 1.")
     place = config.parallelism.place(0)
     choices = choose(config, packed, features, place)
-    with log_compiling(choices.backend.compiler), choices.compiling_ahead(), ExitStack() as unless_ready:
+    ahead = choices.compiling_ahead() if compiles_beside else nullcontext()
+    with log_compiling(choices.backend.compiler), ahead, ExitStack() as unless_ready:
         group = None if lead is None else unless_ready.enter_context(closing(lead(choices.facts(config))))
         part = load_part(config, choices, packed, place, NO_PEERS if group is None else group.peers)
         loaded = part.loaded
