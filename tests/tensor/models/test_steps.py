@@ -281,7 +281,7 @@ def _count_calls(monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel) -> list[i
     calls: list[int] = []
     layers = loaded.model._steps._layers
 
-    def counted(branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
+    def counted(branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache) -> tuple[Tensor, ...]:
         calls.append(batch.num_tokens)
         return layers(branch, residual, batch, kv)
 

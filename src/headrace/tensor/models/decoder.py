@@ -211,7 +211,12 @@ class DecoderModel:
             )
             self.peers.receive(branch)
             self.peers.receive(residual)
-        return self._steps.run(branch, residual, batch, kv)
+        out = self._steps.run(branch, residual, batch, kv)
+        if self.place.is_last:
+            return out[0]
+        for each in out:
+            self.peers.send(each)
+        return out[0][:0]
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """A rank has zeros for the tokens of the other ranks' vocabulary."""
@@ -226,7 +231,7 @@ class DecoderModel:
             branch *= self._embedding_scale
         return branch
 
-    def _layers(self, branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
+    def _layers(self, branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache) -> tuple[Tensor, ...]:
         if self.adapters is not None:
             self.adapters.step = batch.adapters
         last = self.blocks[-1] if self.place.is_last else None
@@ -237,10 +242,8 @@ class DecoderModel:
         if self.adapters is not None:
             self.adapters.step = None  # it holds adapters that may leave meanwhile
         if last is None:
-            self.peers.send(branch)
-            self.peers.send(residual)
-            return residual[:0]
-        return self.final_norm(branch, residual) if len(residual) else residual
+            return branch, residual
+        return (self.final_norm(branch, residual) if len(residual) else residual,)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, E], rows of what `forward` returned -> [N, V] float32; [0, V] on all ranks of the last stage but the first, to which

@@ -30,8 +30,8 @@ recently used step is dropped first."""
 TABLE_MULTIPLE = 64
 """Blocks. Recorded block tables are as wide as a multiple of it, so that a new block rarely needs a new recording."""
 
-Layers = Callable[[Tensor, Tensor, ForwardBatch, KvCache], Tensor]
-"""(branch, residual, batch, cache) -> hidden."""
+Layers = Callable[[Tensor, Tensor, ForwardBatch, KvCache], tuple[Tensor, ...]]
+"""(branch, residual, batch, cache) -> (hidden states,), or (branch, residual) for the next stage."""
 
 
 class RecordedSteps:
@@ -55,8 +55,8 @@ class RecordedSteps:
         if self._executor is not None:
             self._executor.next_layer()
 
-    def run(self, branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
-        """Returns the hidden states of the last layer, a new tensor. `branch` and `residual` may be overwritten."""
+    def run(self, branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache) -> tuple[Tensor, ...]:
+        """Returns what the layers do, in tensors that no later step overwrites. `branch` and `residual` may be overwritten."""
         if self._executor is None:
             return self._layers(branch, residual, batch, kv)
         recording = self._executor.recording(batch.num_tokens) if self._is_replayable(batch) else None
@@ -71,7 +71,7 @@ class RecordedSteps:
 
     def _replay(
         self, recording: AbstractContextManager[Recording], branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         key = (batch.num_tokens, id(kv), batch.adapters is None)
         step = self._kept.pop(key, None)
         if step is None or not step.inputs.load(branch, residual, batch) or not step.recording.replay():
@@ -85,7 +85,7 @@ class RecordedSteps:
             self._keep_within()
         else:  # a larger step cannot be recorded whole either
             self._most_tokens[batch.adapters is not None] = batch.num_tokens - 1
-        return step.out.clone()
+        return tuple(out.clone() for out in step.out)
 
     def _keep_within(self) -> None:
         assert self._executor is not None
@@ -147,7 +147,7 @@ class _Step:
 
     inputs: _Inputs
     recording: Recording
-    out: Tensor
+    out: tuple[Tensor, ...]
     kv: KvCache
 
 
