@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MOST = 64
@@ -30,15 +30,22 @@ class Parallelism:
     tp  ranks that share each layer (tensor parallel)
     pp  stages, each with its part of the layers (pipeline parallel)
     ep  whole experts are divided over the ranks of a stage, instead of a part of each
+    is_apart  each stage has a machine of its own
     """
 
     tp: int = 1
     pp: int = 1
     ep: bool = False
+    is_apart: bool = field(default=False, repr=False)
 
     @property
     def world(self) -> int:
         return self.tp * self.pp
+
+    @property
+    def num_here(self) -> int:
+        """Ranks that share this machine's memory."""
+        return self.tp if self.is_apart else self.world
 
     def why_not_run(self, device: str, num_machines: int = 1) -> str:
         """Empty: this version runs a replica so. device: "cpu" or "cuda"."""
@@ -46,7 +53,7 @@ class Parallelism:
             return ""
         if device != "cpu":
             return "this version runs a replica on one GPU"
-        return "" if num_machines == 1 else "this version runs a replica on one machine"
+        return "" if num_machines == 1 else "headrace serve starts all ranks of a replica on one machine"
 
     def place(self, rank: int) -> Place:
         return Place(self, rank % self.tp, self.pp - 1 - rank // self.tp)

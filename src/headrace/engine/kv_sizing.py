@@ -37,7 +37,7 @@ class KvSizing:
 class KvMemoryBudget:
     """One rank's. What rank 0 alone holds is divided between all: the ranks have the same KV, and the least is that of all.
 
-    available_bytes             beside the weights of all ranks
+    available_bytes             beside the weights of all ranks of this machine, which are `num_ranks`
     weight_bytes, draft_bytes   weights of the model and of its draft model, which count towards `memory_fraction`
     activation_bytes            reserved for a step's tensors
     adapter_bytes               reserved for adapters
@@ -49,6 +49,7 @@ class KvMemoryBudget:
     activation_bytes: int
     adapter_bytes: int = 0
     draft_bytes: int = 0
+    num_ranks: int = 1
 
 
 def size_kv(
@@ -97,13 +98,13 @@ def step_tokens(config: EngineConfig, max_model_len: int) -> int:
     return config.max_num_batched_tokens if config.enable_chunked_prefill else max(config.max_num_batched_tokens, max_model_len)
 
 
-def activation_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, max_model_len: int, itemsize: int) -> int:
+def activation_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, max_model_len: int, itemsize: int, num_ranks: int = 1) -> int:
     """A generous bound: 32 times the hidden size per token, and three copies of the sampled positions' logits in float32, which rank 0
-    has for all ranks."""
+    has for the `num_ranks` of its machine."""
     num_tokens = step_tokens(config, max_model_len)
     num_drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
     num_sampled = min(config.max_num_seqs * (1 + num_drafts), num_tokens)
-    return itemsize * 32 * num_tokens * hidden_size + 4 * 3 * num_sampled * vocab_size // config.parallelism.world
+    return itemsize * 32 * num_tokens * hidden_size + 4 * 3 * num_sampled * vocab_size // num_ranks
 
 
 def out_of_memory(sizing: KvSizing, wanted_bytes: int) -> ConfigError:
@@ -170,7 +171,7 @@ def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
         return config.num_kv_blocks - 1, f"KV memory: {config.num_kv_blocks:,} blocks per group, as num_kv_blocks says"
     if config.kv_cache_bytes is not None:
         return pools.within(config.kv_cache_bytes), f"KV memory: {describe_bytes(config.kv_cache_bytes)}, as kv_cache_bytes says"
-    held, num_ranks = budget.weight_bytes + budget.draft_bytes, config.parallelism.world
+    held, num_ranks = budget.weight_bytes + budget.draft_bytes, budget.num_ranks
     reserved = held + budget.activation_bytes + budget.adapter_bytes
     kv_bytes = int(config.memory_fraction * (budget.available_bytes + num_ranks * held)) - reserved
     free, weights, step = (describe_bytes(n) for n in (budget.available_bytes, budget.weight_bytes, budget.activation_bytes))
@@ -192,7 +193,7 @@ def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
 
 
 def _check_fits(pools: _Pools, full_blocks: int, budget: KvMemoryBudget) -> None:
-    config, needed, num_ranks = pools.config, pools.num_bytes(full_blocks), pools.config.parallelism.world
+    config, needed, num_ranks = pools.config, pools.num_bytes(full_blocks), budget.num_ranks
     free = budget.available_bytes // num_ranks - budget.adapter_bytes
     if needed <= free:
         return

@@ -25,8 +25,10 @@ BLOCK = 16 * 1024
 """Bytes of a block of FULL; one of WINDOW is twice that."""
 
 
-def budget(available: int, *, weights: int = 0, activations: int = 0) -> KvMemoryBudget:
-    return KvMemoryBudget(available_bytes=available, source="MemAvailable", weight_bytes=weights, activation_bytes=activations)
+def budget(available: int, *, weights: int = 0, activations: int = 0, num_ranks: int = 1) -> KvMemoryBudget:
+    return KvMemoryBudget(
+        available_bytes=available, source="MemAvailable", weight_bytes=weights, activation_bytes=activations, num_ranks=num_ranks
+    )
 
 
 def size(config: EngineConfig, groups: tuple[KvGroup, ...] = (FULL,), length: int = 4096, room: int = 64 * GIB) -> KvSizing:
@@ -55,28 +57,27 @@ def test_a_step_has_room_for_the_logits_of_all_drafts(num_drafts: int, chunked: 
 def test_ranks_have_the_cache_of_one_process_together() -> None:
     """Each counted the weights that it holds alone, where the others' were gone from the free memory already."""
     alone = replace(CONFIG, memory_fraction=0.5, max_num_seqs=32)
-    divided = replace(alone, memory_fraction=0.25, tensor_parallel_size=2)
+    divided = replace(alone, memory_fraction=0.25)
     one = size_kv(alone, (FULL,), 100_000, budget(GIB, weights=768 * MIB, activations=64 * MIB))
     half = replace(FULL, kv_heads=1)
-    each = size_kv(divided, (half,), 100_000, budget(GIB, weights=384 * MIB, activations=32 * MIB))
+    each = size_kv(divided, (half,), 100_000, budget(GIB, weights=384 * MIB, activations=32 * MIB, num_ranks=2))
     assert each.num_blocks == one.num_blocks
     assert each.num_bytes * 2 == one.num_bytes
     assert "0.25 x (1.00 GiB free by MemAvailable + 2 x 384.00 MiB weights) - weights - 32.00 MiB for a step" in each.lines[0]
 
 
 def test_a_size_that_is_set_is_of_each_rank_and_must_fit_with_the_others() -> None:
-    config = replace(CONFIG, tensor_parallel_size=2)
     fits = 100 * BLOCK
-    assert size_kv(replace(config, kv_cache_bytes=fits), (FULL,), 100, budget(2 * fits)).num_bytes == fits
+    assert size_kv(replace(CONFIG, kv_cache_bytes=fits), (FULL,), 100, budget(2 * fits, num_ranks=2)).num_bytes == fits
     with pytest.raises(ConfigError, match=rf"for each of 2 ranks\. Use at most {fits - 1:,}, "):
-        size_kv(replace(config, kv_cache_bytes=fits), (FULL,), 100, budget(2 * fits - 1))
+        size_kv(replace(CONFIG, kv_cache_bytes=fits), (FULL,), 100, budget(2 * fits - 1, num_ranks=2))
     with pytest.raises(ConfigError, match=r"for each of 2 ranks\. Use at most 99, "):
-        size_kv(replace(config, num_kv_blocks=100), (FULL,), 100, budget(2 * fits - 1))
+        size_kv(replace(CONFIG, num_kv_blocks=100), (FULL,), 100, budget(2 * fits - 1, num_ranks=2))
 
 
 def test_the_logits_that_rank_0_has_are_reserved_once() -> None:
     sizes = {"hidden_size": 64, "vocab_size": 50_000, "max_model_len": 1024, "itemsize": 2}
-    alone, divided = (activation_bytes(replace(CONFIG, tensor_parallel_size=tp), **sizes) for tp in (1, 4))
+    alone, divided = (activation_bytes(CONFIG, **sizes, num_ranks=num_ranks) for num_ranks in (1, 4))
     assert 4 * divided - alone == 3 * 2 * 32 * 32 * 64
 
 
@@ -89,7 +90,7 @@ def test_memory_of_adapters_is_not_given_to_the_cache() -> None:
     with pytest.raises(ConfigError, match=r"without the 256.00 MiB for adapters\. Use at most 1,879,048,192"):
         size_kv(replace(config, kv_cache_bytes=2 * GIB), (FULL,), 100_000, given)
     with pytest.raises(ConfigError, match=r"for each of 2 ranks\. Use at most 805,306,368"):  # of which each has adapters of its own
-        size_kv(replace(config, kv_cache_bytes=GIB, tensor_parallel_size=2), (FULL,), 100_000, given)
+        size_kv(replace(config, kv_cache_bytes=GIB), (FULL,), 100_000, replace(given, num_ranks=2))
 
 
 def test_a_draft_models_weights_and_blocks_come_out_of_the_same_share() -> None:

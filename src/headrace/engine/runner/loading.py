@@ -138,7 +138,7 @@ def choose(config: EngineConfig, packed: PackedFolder | None, features: CpuFeatu
     dtype, why_dtype = device.resolve_dtype(config.dtype, described.dtype_name, features, is_rounded=is_rounded)
     kv_dtype, why_kv = _kv_dtype(config, dtype, described.dtype_name, features)
     draft_bytes = 0 if drafting is None else drafting.model.resident_bytes
-    free, num_ranks = device.free_memory(), place.parallelism.world
+    free, num_ranks = device.free_memory(), place.parallelism.num_here
     # Other ranks are taken to have read as much ahead: the one that has read the least decides, and it takes too little for free.
     available = replace(free, num_bytes=free.num_bytes + num_ranks * (0 if packed is None else packed.num_bytes_ahead))
     _check_weights_fit(described, draft_bytes, available, num_ranks)
@@ -206,11 +206,11 @@ class LoadedPart:
         return None if adapters is None else AdapterLoader(adapters, config.max_lora_rank)
 
     def budget(self, config: EngineConfig, loader: AdapterLoader | None, draft: LoadedDraft | None = None) -> KvMemoryBudget:
-        device, loaded, num_ranks = DEVICES[config.device], self.loaded, config.parallelism.world
+        device, loaded, num_ranks = DEVICES[config.device], self.loaded, self.loaded.model.place.parallelism.num_here
         models = [loaded.model] if draft is None else [loaded.model, draft.loaded.model]
         itemsize = device.step_itemsize(loaded.model.activations)
         widest = max(each.hidden_size for each in models)  # they compute one after the other
-        step_bytes = activation_bytes(config, widest, loaded.vocab_size, loaded.max_model_len, itemsize)
+        step_bytes = activation_bytes(config, widest, loaded.vocab_size, loaded.max_model_len, itemsize, num_ranks)
         step_bytes += sum(each.recorded_bytes for each in models)
         weight_bytes, draft_bytes = loaded.resident_bytes, 0 if draft is None else draft.loaded.resident_bytes // num_ranks
         free = device.free_memory()
@@ -223,6 +223,7 @@ class LoadedPart:
             activation_bytes=step_bytes + device.working_bytes(config.max_num_seqs, loaded.vocab_size),
             adapter_bytes=0 if loader is None else config.num_cpu_loras * loader.max_bytes + loader.max_file_bytes,
             draft_bytes=draft_bytes,
+            num_ranks=num_ranks,
         )
 
     def size(
