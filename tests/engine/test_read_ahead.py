@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
+from headrace.core.parallelism import Parallelism
 from headrace.engine import build as module
 from headrace.engine.build import WRITER, build_engine, build_served_engine, read_ahead
 from headrace.engine.config import EngineConfig
@@ -121,7 +122,7 @@ def test_ranks_take_a_half_of_the_memory_together(cache: Path, monkeypatch: pyte
     monkeypatch.setattr(module, "read_available", lambda: Available(6000, "a test"))
     monkeypatch.setattr(PackedFolder, "read_ahead", lambda folder, max_bytes: limits.append(max_bytes))
     for rank in range(3):
-        read_ahead(replace(CONFIG, tensor_parallel_size=3), rank)
+        read_ahead(replace(CONFIG, tensor_parallel_size=3), Parallelism(3).place(rank))
     assert limits == [1000] * 3
 
 

@@ -119,10 +119,15 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine.steps": Floor(_ours("core", "policy")),
     "headrace.engine.runner": Floor(_ours("core", "machine", "tensor", *RUNNER_SIDE), ("torch", "numpy")),
     "headrace.engine.ranks": Floor(
-        _ours("core", "machine", "tensor", "engine.config", "engine.kv_sizing", "engine.runner"), ("torch", "numpy")
+        _ours(
+            "core", "machine", "tensor", "wire.listening", "wire.target", "wire.tls", "engine.config", "engine.kv_sizing", "engine.runner"
+        ),
+        ("torch", "numpy"),
     ),
     "headrace.engine.kv_sizing": Floor(_ours("core", "engine.config")),
-    "headrace.engine.build": Floor(_ours("core", "machine", "policy", "engine", "tensor.host.threads", "tensor.packed.file")),
+    "headrace.engine.build": Floor(
+        _ours("core", "machine", "policy", "engine", "tensor.host.threads", "tensor.packed.file", "wire.target")
+    ),
     "headrace.engine.server": Floor(
         _ours("core", "machine", "policy", "wire", "observe", "engine.config", "engine.loop", "engine.failpoints"), ("grpc", "google")
     ),

@@ -107,8 +107,9 @@ class RealEngine:
         self.errors: dict[str, str] = {}
         self.refused: dict[str, Exception] = {}
         is_static = config.pop("static_batching", False)
+        addresses = config.pop("rank_addresses", ())
         engine = EngineConfig(model=str(folder), **{**ROOMY, **config})
-        self.ranks = RankThreads(engine)
+        self.ranks = RankThreads(engine, addresses)
         try:
             self.engine = build_engine(engine, self._take, self.ranks.rendezvous)
         except BaseException:

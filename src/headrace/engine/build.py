@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from headrace.core.clock import Clock
 from headrace.core.model_info import ModelInfo
+from headrace.core.parallelism import ALONE, Parallelism, Place
 from headrace.core.speculation import DRAFT_MODEL
 from headrace.engine.adapters.preparer import AdapterPreparer
 from headrace.engine.config import EngineConfig
@@ -32,15 +33,19 @@ from headrace.tensor.host.threads import plan_threads
 from headrace.tensor.packed.file import PackedFolder
 
 if TYPE_CHECKING:
-    from headrace.engine.ranks.member import RankMember
+    from headrace.engine.ranks.member import Join, RankMember
     from headrace.engine.ranks.meter import RankMeter
+    from headrace.engine.runner.build import Lead
+    from headrace.wire.target import GrpcTarget
 
 MAX_MEMORY_SHARE = 0.5
 
+Rendezvous: TypeAlias = "Path | GrpcTarget"
+
 
 @contextmanager
-def reading_ahead(config: EngineConfig, rank: int = 0) -> Iterator[PackedFolder | None]:
-    folder = read_ahead(config, rank)
+def reading_ahead(config: EngineConfig, place: Place = ALONE) -> Iterator[PackedFolder | None]:
+    folder = read_ahead(config, place)
     try:
         yield folder
     finally:
@@ -48,16 +53,16 @@ def reading_ahead(config: EngineConfig, rank: int = 0) -> Iterator[PackedFolder 
             folder.drop()
 
 
-def read_ahead(config: EngineConfig, rank: int = 0) -> PackedFolder | None:
+def read_ahead(config: EngineConfig, place: Place = ALONE) -> PackedFolder | None:
     if config.device != "cpu" or config.load_format == "dummy" or config.kernels == "reference":
         return None
     directory = packed_directory()
     if directory is None:
         return None
-    asked: dict[str, object] = {"place": str(config.parallelism.place(rank))} if config.parallelism.world > 1 else {}
+    asked: dict[str, object] = {"place": str(place)} if place.parallelism.world > 1 else {}
     asked |= {name: getattr(config, name) for name in ("quantization", "dtype", "kernels", "deterministic", "num_threads")}
     folder = PackedFolder(directory, {"model": str(Path(config.model).resolve()), "num_cpus": len(allowed_cpus() or ()), **asked})
-    folder.read_ahead(int(MAX_MEMORY_SHARE * read_available().num_bytes / config.parallelism.world))
+    folder.read_ahead(int(MAX_MEMORY_SHARE * read_available().num_bytes / place.parallelism.num_here))
     return folder
 
 
@@ -168,11 +173,11 @@ def assemble(
 
 
 def build_engine(
-    config: EngineConfig, outbox: Outbox, rendezvous: Path | None = None, check_ranks: Callable[[], None] = lambda: None
+    config: EngineConfig, outbox: Outbox, rendezvous: Rendezvous | None = None, check_ranks: Callable[[], None] = lambda: None
 ) -> Engine:
     """Weights are loaded and kernels warm; `run` has not been started.
 
-    rendezvous   where the other ranks come, if there are any
+    rendezvous   where the other ranks come, if there are any: a path, or an address for stages on other machines
     check_ranks  called while they are waited for; raises ConfigError once one cannot come
 
     Raises: ConfigError, CheckpointError, and ForkedProcess in a fork of a process that has made an engine.
@@ -184,7 +189,7 @@ def build_engine(
 
 
 def build_served_engine(
-    config: EngineConfig, outbox: Outbox, rendezvous: Path | None = None, block_key: str = "", *, compiles_beside: bool = False
+    config: EngineConfig, outbox: Outbox, rendezvous: Rendezvous | None = None, block_key: str = "", *, compiles_beside: bool = False
 ) -> Engine:
     """compiles_beside: a first start may have another process compile kernels, as no program that only uses an engine expects
 
@@ -214,27 +219,50 @@ def _end_start(engine: Engine, weights: Callable[[], str] | None, unwritten: Pie
         unwritten.close()
 
 
-def build_member(config: EngineConfig, rank: int, rendezvous: Path) -> RankMember:
+def build_member(config: EngineConfig, rank: int, rendezvous: Rendezvous, own: GrpcTarget | None = None) -> RankMember:
     """A rank other than 0, which has joined the replica; `run` has not been started.
+
+    own  where a middle stage is reached, if its stages are on several machines
 
     Raises: ConfigError, CheckpointError, and EngineFatal once rank 0 has ended.
     """
     config = config.checked()
-    with reading_ahead(config, rank) as packed:
-        from headrace.engine.ranks.link import connect
-        from headrace.engine.ranks.member import make_member
+    place = _parallelism(config, rendezvous).place(rank)
+    with reading_ahead(config, place) as packed:
+        from headrace.engine.ranks.member import join_ranks, make_member
 
-        member, unwritten = make_member(config, rank, partial(connect, rendezvous), packed)
+        join: Join = partial(join_ranks, rendezvous) if isinstance(rendezvous, Path) else _join_stages(rendezvous, own)
+        member, unwritten = make_member(config, place, join, packed)
     if unwritten is not None:
         idle = partial(do_while_idle, unwritten, is_idle=lambda: member.is_idle, is_over=lambda: member.is_over)
         threading.Thread(target=idle, name=WRITER, daemon=True).start()
     return member
 
 
+def _leader(rendezvous: Rendezvous, parallelism: Parallelism, check: Callable[[], None]) -> Lead:
+    if isinstance(rendezvous, Path):
+        from headrace.engine.ranks.leader import lead_ranks
+
+        return partial(lead_ranks, rendezvous, parallelism, check)
+    from headrace.engine.ranks.stages import lead_stages
+
+    return partial(lead_stages, rendezvous, parallelism, check)
+
+
+def _join_stages(rendezvous: GrpcTarget, own: GrpcTarget | None) -> Join:
+    from headrace.engine.ranks.stages import join_stages
+
+    return partial(join_stages, rendezvous, own or rendezvous)
+
+
+def _parallelism(config: EngineConfig, rendezvous: Rendezvous | None) -> Parallelism:
+    return replace(config.parallelism, is_apart=not isinstance(rendezvous, Path | None))
+
+
 def _build(
     config: EngineConfig,
     outbox: Outbox,
-    rendezvous: Path | None,
+    rendezvous: Rendezvous | None,
     block_key: str = "",
     check_ranks: Callable[[], None] = lambda: None,
     *,
@@ -243,15 +271,12 @@ def _build(
     """Also returns a function that hashes the weights (None: the digest is known), and the packed weights to write."""
     config = config.checked()
     FORKS.begin_engine()
-    with reading_ahead(config) as packed:
+    parallelism = _parallelism(config, rendezvous)
+    with reading_ahead(config, parallelism.place(0)) as packed:
         from headrace.engine.runner.build import build
 
-        lead = None
-        if rendezvous is not None and config.parallelism.world > 1:
-            from headrace.engine.ranks.leader import lead_ranks
-
-            lead = partial(lead_ranks, rendezvous, config.parallelism, check_ranks)
-        built = build(config, packed, lead=lead, compiles_beside=compiles_beside)
+        lead = None if rendezvous is None or parallelism.world == 1 else _leader(rendezvous, parallelism, check_ranks)
+        built = build(config, packed, lead=lead, parallelism=parallelism, compiles_beside=compiles_beside)
     meter = EngineMeter(built.info, built.read_gpu, built.read_experts)
     engine = assemble(
         config, built.runner, built.info, outbox,

@@ -27,14 +27,15 @@ def run_engine(read: Callable[[], tuple[ProcessConfig, EngineConfig]], parent_fd
         held = process, engine = read()
         engine = part_of_machine(engine, 1 + process.num_neighbours)
         process.keep_to_share()
+        rendezvous = process.ranks_target() if engine.parallelism.world > 1 else None
+        own = process.target() if process.meets_over_tcp and process.rank > 0 else None
     except (ConfigError, OSError, ValueError) as error:
         print(f"headrace engine: {error}", file=sys.stderr)
         leash.failed(str(error), can_retry=False)
         leave(EngineExitCode.REFUSED)
         return
-    rendezvous = process.ranks_path() if engine.parallelism.world > 1 else None
     if rendezvous is not None and process.rank > 0:
-        leave(run_member(partial(build_member, engine, process.rank, rendezvous), leash))
+        leave(run_member(partial(build_member, engine, process.rank, rendezvous, own), leash))
         return
     read_adapters = None if parent_fd is None else partial(adapters_of, read, held)
     build = partial(build_served_engine, engine, rendezvous=rendezvous, block_key=process.block_key, compiles_beside=True)

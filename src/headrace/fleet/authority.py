@@ -2,7 +2,7 @@
 
     DIR/authority.key        signs new certificates; stays in this folder, off the servers
     DIR/ca.crt, DIR/token    the authority's certificate; the secret that gateways send to engines
-    DIR/gateway/, DIR/engine-HOST/    for each machine: ca.crt, tls.crt, tls.key, token
+    DIR/gateway/, DIR/engine-HOST/, DIR/rank-HOST/    for each machine: ca.crt, tls.crt, tls.key, token
 
 Nothing is ever overwritten: an existing file is kept if it is what would be made, else the command is refused.
 """
@@ -59,15 +59,19 @@ class SiteFolder:
     is_new: bool
 
 
-def init_site(folder: Path, hosts: Sequence[Sequence[str]] = (), *, now: datetime | None = None) -> list[SiteFolder]:
-    """Raises ConfigError for an invalid host name, and for existing files that do not belong to this site."""
+def init_site(
+    folder: Path, hosts: Sequence[Sequence[str]] = (), ranks: Sequence[Sequence[str]] = (), *, now: datetime | None = None
+) -> list[SiteFolder]:
+    """hosts, ranks: of engines, and of engines that are also ranks of replicas on several machines; each with all its names
+
+    Raises ConfigError for an invalid host name, and for existing files that do not belong to this site."""
     now = now or datetime.now(UTC)
-    for names in hosts:
+    for names in (*hosts, *ranks):
         _check_names(names)
     authority, token = _open_authority(folder, now)
     made = [_site_folder(folder / "gateway", TlsRole.GATEWAY, (), authority, token, now)]
-    for names in hosts:
-        made.append(_site_folder(folder / f"engine-{names[0].replace(':', '-')}", TlsRole.ENGINE, tuple(names), authority, token, now))
+    for role, names in (*((TlsRole.ENGINE, names) for names in hosts), *((TlsRole.RANK, names) for names in ranks)):
+        made.append(_site_folder(folder / f"{role}-{names[0].replace(':', '-')}", role, tuple(names), authority, token, now))
     return made
 
 
@@ -97,7 +101,8 @@ def make_certificate(
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
     key = ec.generate_private_key(ec.SECP256R1())
-    usage = ExtendedKeyUsageOID.SERVER_AUTH if role is TlsRole.ENGINE else ExtendedKeyUsageOID.CLIENT_AUTH
+    usages = [ExtendedKeyUsageOID.CLIENT_AUTH] if role is not TlsRole.ENGINE else []
+    usages += [ExtendedKeyUsageOID.SERVER_AUTH] if role is not TlsRole.GATEWAY else []
     names = names or [str(role)]
     builder = (
         x509.CertificateBuilder()
@@ -105,7 +110,7 @@ def make_certificate(
         .issuer_name(authority.certificate.subject)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key()), critical=False)
     )

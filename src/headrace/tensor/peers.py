@@ -46,6 +46,10 @@ class Peers(Protocol):
         """From any thread: the calls that wait, on all ranks, and later ones raise EngineFatal."""
         ...
 
+    def close(self) -> None:
+        """As `abort`, and what it holds is given back."""
+        ...
+
 
 class NoPeers:
     """For a replica of one rank."""
@@ -75,6 +79,9 @@ class NoPeers:
 
     def abort(self) -> None:
         pass
+
+    def close(self) -> None:
+        self.abort()
 
 
 NO_PEERS = NoPeers()

@@ -17,10 +17,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from headrace.core.clock import Clock
+
 log = logging.getLogger(__name__)
 
 NUM_TRIES = 16
 """Where the system chooses a port: further addresses may have it in use."""
+
+REPEAT_S = 60.0
+
+MAX_REFUSALS = 1024
 
 MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -128,3 +134,18 @@ def _bind(family: int, address: Any, shares_port: bool) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+class RefusalLog:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._due_s: dict[tuple[str, str], float] = {}
+
+    def __call__(self, host: str, reason: str) -> None:
+        now = self._clock()
+        if now < self._due_s.get((host, reason), now):
+            return
+        if len(self._due_s) >= MAX_REFUSALS:
+            self._due_s.clear()
+        self._due_s[host, reason] = now + REPEAT_S
+        log.warning("refused a connection from %s: %s", host, reason)

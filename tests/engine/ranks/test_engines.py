@@ -6,7 +6,6 @@ a client may ask for, preempted and cut off, is in tests/engine/test_random_requ
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,13 @@ from typing import Any
 import pytest
 from gguf_files import bundled_gguf
 from random_speculation import decide_at_random
-from real_engine import Answers, RealEngine, check_close, greedy_request
+from rank_answers import CROWDED, SPACE, answers, requests
+from real_engine import RealEngine, check_close, greedy_request
 from tiny_models import save_tiny_model
 
 from headrace.bundled import DRAFT_MODEL as DRAFT
 from headrace.bundled import bundled_path
 from headrace.core.errors import ConfigError, EngineFatal
-from headrace.core.request import EngineRequest
 from headrace.core.speculation import DRAFT_MODEL, NGRAM, SpeculativeConfig
 from headrace.engine.config import EngineConfig
 from headrace.engine.kv_sizing import KvSizing
@@ -41,39 +40,8 @@ pytestmark = pytest.mark.socket
 
 TP2, PP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 LAYOUTS = [{**TP2, "depth": 2}, PP2, {"pipeline_parallel_size": 3}, {**TP2, **PP2}]
-SPACE: dict[str, Any] = {"kernels": "reference", "device": "cpu", "max_model_len": 200, "load_format": "dummy", "seed": 3}
-CROWDED: dict[str, Any] = {"num_kv_blocks": 60, "max_num_batched_tokens": 24}
-"""So few blocks that sequences are preempted."""
 MAX_WAKES = 200
 """Of an idle loop, five a second."""
-
-
-def requests() -> list[EngineRequest]:
-    """Prompts some of which begin alike; greedy and seeded sampling, several sequences, penalties, all kinds of log-probabilities."""
-    draw = random.Random(0)
-    common = [draw.randrange(3, 500) for _ in range(40)]
-    shapes: list[tuple[int, dict[str, Any]]] = [
-        (1, {}),
-        (90, {"logprobs": 2}),
-        (17, {"temperature": 1.0, "n": 3, "top_p": 0.9, "logprobs": 1}),
-        (44, {"presence_penalty": 0.6, "repetition_penalty": 1.2}),
-        (41, {"temperature": 0.8, "top_k": 40, "logit_bias": {70: 3.0}}),
-        (33, {"temperature": 1.0, "min_p": 0.02}),
-        (60, {"prompt_logprobs": 1}),
-    ]
-    made = []
-    for number, (length, shape) in enumerate(shapes):
-        prompt = common[: length // 2] + [draw.randrange(3, 500) for _ in range(length - len(common[: length // 2]))]
-        made.append(greedy_request(f"r{number}", prompt, **{"seed": number, "max_tokens": 12, **shape}))
-    return made
-
-
-def answers(folder: Path, **config: Any) -> tuple[Answers, int]:
-    """And the number of preemptions."""
-    with RealEngine(folder, **{**SPACE, **config}) as engine:
-        engine.run(*requests())
-        assert not engine.ranks.errors
-        return engine.answers(), engine.preemptions
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["tp 2", "pp 2", "pp 3", "tp 2 pp 2"])

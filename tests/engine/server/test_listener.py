@@ -21,10 +21,11 @@ from wire_kit import Served, read_all, request
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.server import listener
-from headrace.engine.server.listener import FOLDER_PREFIX, LOCK_NAME, CannotListen, RefusalLog, TcpListener, check_can_listen
+from headrace.engine.server.listener import FOLDER_PREFIX, LOCK_NAME, CannotListen, TcpListener, check_can_listen
 from headrace.fleet.files import running_deployments
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire.client import ConnectionState, ReplicaClient
+from headrace.wire.listening import RefusalLog
 from headrace.wire.target import parse_target
 from headrace.wire.tls.files import Certificates, TlsFiles, TlsRole
 from headrace.wire.tls.stream import PlainStream

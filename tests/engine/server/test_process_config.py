@@ -7,13 +7,17 @@ import os
 from pathlib import Path
 
 import pytest
+from tls_kit import authority, write_certificates
 
 from headrace.core.errors import ConfigError
 from headrace.engine.server.config import load_process_config
+from headrace.wire.target import GrpcTarget
+from headrace.wire.tls.files import TlsRole, files_in
 
 pytestmark = pytest.mark.pure
 
 GOOD = {"replica": "r", "address": "unix:/tmp/x.sock", "engine": {"model": "/m", "max_num_seqs": 8}}
+STAGES = {**GOOD, "engine": {"model": "/m", "device": "cpu", "pipeline_parallel_size": 3}}
 PAIR = {**GOOD, "engine": {"model": "/m", "device": "cpu", "tensor_parallel_size": 2}}
 
 
@@ -56,8 +60,15 @@ def test_a_good_file_gives_both_configurations(tmp_path: Path) -> None:
         ({**GOOD, "rank": 1}, r"rank: 1 is outside 0..0. A replica has .* = 1 of them"),
         ({**PAIR, "rank": 2}, r"rank: 2 is outside 0..1. A replica has .* = 2 of them"),
         ({**GOOD, "rendezvous": "unix:/tmp/x"}, "rendezvous: is given for a replica of one process. Leave it out."),
-        ({**PAIR, "rendezvous": "10.0.0.1:80"}, "rendezvous: '10.0.0.1:80' is no Unix socket, and ranks on several machines are not"),
-        ({**PAIR, "address": "127.0.0.1:80", "token": "x" * 16}, "rendezvous: '127.0.0.1:80.ranks' is no Unix socket"),
+        ({**PAIR, "rendezvous": "10.0.0.1:80"}, "rendezvous: '10.0.0.1:80' is for stages on several machines, and the ranks of"),
+        ({**PAIR, "address": "127.0.0.1:80", "token": "x" * 16}, "rendezvous: '127.0.0.1:80' is no Unix socket, beside which"),
+        ({**STAGES, "rendezvous": "10.0.0.1:80"}, "rendezvous: '10.0.0.1' is not a loopback address, and no certificates are given"),
+        ({**STAGES, "rendezvous": "127.0.0.1:80"}, "rendezvous: '127.0.0.1:80' needs a token"),
+        ({**STAGES, "rendezvous": "localhost"}, "rendezvous: 'localhost' is neither unix:/path nor host:port"),
+        (
+            {**STAGES, "rendezvous": "10.0.0.1:80", "tls_dir": "/etc/x", "rank": 1},
+            r"address: unix:/tmp/x.sock cannot be reached from another machine, and rank 1 takes what .* Write HOST:PORT of this machine",
+        ),
         ({**PAIR, "rendezvous": "unix:x"}, "rendezvous: 'unix:x' is not an absolute socket path"),
     ],
 )
@@ -68,9 +79,22 @@ def test_what_is_wrong_is_named(tmp_path: Path, content: object, words: str) -> 
 
 def test_ranks_meet_beside_the_address_unless_another_place_is_given(tmp_path: Path) -> None:
     process, _ = load_process_config(write(tmp_path, {**PAIR, "rank": 1}))
-    assert process.ranks_path() == Path("/tmp/x.sock.ranks")
+    assert process.ranks_target() == Path("/tmp/x.sock.ranks")
     process, _ = load_process_config(write(tmp_path, {**PAIR, "address": "127.0.0.1:80", "token": "x" * 16, "rendezvous": "unix:/run/r"}))
-    assert process.ranks_path() == Path("/run/r")
+    assert process.ranks_target() == Path("/run/r")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_of_several_machines_may_have_its_gateways_at_a_socket(tmp_path: Path, rank: int) -> None:
+    given = {**STAGES, "rendezvous": "gpu1:7100", "tls_dir": str(tmp_path), "rank": rank}
+    write_certificates(tmp_path, authority(), TlsRole.RANK, "gpu1")
+    (tmp_path / "token").touch(mode=0o600)
+    (tmp_path / "token").write_text("x" * 16)
+    process, _ = load_process_config(write(tmp_path, given))
+    target = process.ranks_target()
+    assert isinstance(target, GrpcTarget)
+    assert (target.address, target.token, target.tls) == ("gpu1:7100", "x" * 16, files_in(tmp_path))
+    assert process.target().tls is None
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_what_this_version_does_not_run_is_not_chosen() -> None:
 def test_the_cpus_of_one_machine_run_several_ranks_and_those_of_two_do_not() -> None:
     sockets = replace(CARD, name="cpu", link=replace(NVLINK, num_devices=2))
     assert [why_not_run(sockets, layout) for layout in (Layout(1), Layout(2), Layout(1, 2))] == ["", "", ""]
-    assert why_not_run(sockets, Layout(2, 2)) == "this version runs a replica on one machine"
+    assert why_not_run(sockets, Layout(2, 2)) == "headrace serve starts all ranks of a replica on one machine"
     found = best(replace(need(LARGE, sockets), compares_all=False, num_devices=4))
     assert (str(found.layout), found.reason, found.replicas) == ("TP 2", "", 2)
 

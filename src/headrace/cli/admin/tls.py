@@ -32,6 +32,10 @@ def init(
             "--host", metavar="NAME", help="Name or address at which gateways reach an engine's machine: gpu1,10.0.0.7; again for more."
         ),
     ] = None,
+    rank: Annotated[
+        list[str] | None,
+        typer.Option("--rank", metavar="NAME", help="The same of a machine with a rank of a replica that is on several machines."),
+    ] = None,
 ) -> None:
     """Make a private authority for a site, a certificate for its gateways and one for each engine host.
 
@@ -39,8 +43,8 @@ def init(
     """
     from headrace.fleet.authority import init_site
 
-    hosts = [[name.strip() for name in each.split(",")] for each in host or ()]
-    print("\n".join(_shown(folder, init_site(folder, hosts))))
+    hosts, ranks = ([[name.strip() for name in each.split(",")] for each in given or ()] for given in (host, rank))
+    print("\n".join(_shown(folder, init_site(folder, hosts, ranks))))
 
 
 def _shown(folder: Path, made: list[SiteFolder]) -> list[str]:
@@ -63,10 +67,12 @@ def _shown_folder(made: SiteFolder) -> list[str]:
         lines.append(
             f"  It expires in {days} days. Remove the folder, run this command again, and copy it again; nothing has to be restarted."
         )
-    host = _host(made.names[0]) if made.role is TlsRole.ENGINE else "GATEWAY_HOST"
+    host = "GATEWAY_HOST" if made.role is TlsRole.GATEWAY else _host(made.names[0])
     lines.append(f"  ssh {host.strip('[]')} mkdir -p -m 700 {target}; scp {made.path}/* {host}:{target}/")
     if made.role is TlsRole.ENGINE:
         return [*lines, f"  there: headrace engine MODEL --listen {host}:7001 --tls-dir {target}"]
+    if made.role is TlsRole.RANK:
+        return [*lines, f"  there: headrace engine MODEL -pp N --rank R --listen {host}:7001 --rendezvous HOST:7100 --tls-dir {target}"]
     return [*lines, f"  there: headrace gateway MODEL --replica NAME=HOST:7001 --tls-dir {target}"]
 
 

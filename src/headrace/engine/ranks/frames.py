@@ -6,8 +6,8 @@
 payload  numbers and arrays in this machine's byte order, JSON, or nothing
 
 A payload's length is held against what its reader allows before memory is taken for it, and a step's arrays against what a step may
-have. Anything else raises EngineFatal, which ends the replica. Values within the arrays are not checked: rank 0 is this machine's, this
-user's, and of this version.
+have. Anything else raises EngineFatal, which ends the replica. Values within the arrays are not checked: rank 0 is this user's, or has
+shown certificate and token (`network`), and is of this version.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class FrameKind(IntEnum):
     ADAPTER = 13
     LOADED = 14
     DROP = 15
+    AUTHENTICATED = 16
+    HIDDEN = 17
 
 
 Allowed = Mapping[FrameKind, int]
@@ -60,10 +62,27 @@ Allowed = Mapping[FrameKind, int]
 
 @dataclass(frozen=True, slots=True)
 class RankHello:
-    """facts: by name, what has to be equal on all ranks"""
+    """
+    facts    by name, what has to be equal on all ranks
+    machine  its name, where stages are apart
+    address  where it takes the hidden states of the stage before its own, if it does
+    """
 
     rank: int
     facts: dict[str, str]
+    machine: str = ""
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankWelcome:
+    """
+    group  random, the same for all ranks of the replica
+    next   address of the stage to which this rank sends hidden states; empty: it sends none
+    """
+
+    group: str
+    next: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +127,7 @@ class LoadedAdapter:
     reason: str
 
 
-Said = RankHello | RankFailure | RankSizes | AdapterOrder | LoadedAdapter
+Said = RankHello | RankWelcome | RankFailure | RankSizes | AdapterOrder | LoadedAdapter
 
 
 def frame(kind: FrameKind, *arrays: NDArray[Any]) -> bytes:

@@ -17,7 +17,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +26,11 @@ from typing import Protocol
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, EngineFatal, HeadraceError
-from headrace.core.parallelism import Parallelism, Place
+from headrace.core.parallelism import Parallelism, Place, RankWork
 from headrace.core.plan import Plan, Result
 from headrace.engine.ranks.adapters import part_of_rank_0
 from headrace.engine.ranks.frames import (
+    INT_BYTES,
     MAX_JSON_BYTES,
     FrameKind,
     LoadedAdapter,
@@ -37,6 +38,7 @@ from headrace.engine.ranks.frames import (
     RankSizes,
     frame,
     int_frame,
+    read_ints,
     read_json,
     step_frame,
 )
@@ -74,7 +76,8 @@ class RankGroup:
     unused   numbers of adapters that no step will name
     """
 
-    def __init__(self, links: Mapping[int, RankLink], place: Place, peers: Peers) -> None:
+    def __init__(self, links: Mapping[int, RankLink], place: Place, peers: Peers, reports: dict[int, Sequence[int]] | None = None) -> None:
+        """reports: where what each rank says of its work with a beat is kept; None: ranks say nothing, and share memory"""
         self.place, self.peers, self.members = place, peers, frozenset(links)
         self.answers: dict[int, dict[int, str]] = {}
         self.unused: deque[int] = deque()
@@ -83,12 +86,13 @@ class RankGroup:
         self._reading = threading.Lock()
         self._ending = threading.Lock()
         self._on_fault: OnFault | None = None
+        self._reports, self._beat_bytes = reports, 0 if reports is None else INT_BYTES * len(RankWork._fields)
         self._is_ready = False
         self._closed = threading.Event()
         self._watch = threading.Thread(target=self._keep_looking, name="headrace-ranks", daemon=True)
         for link in links.values():
             link.allowed = {
-                FrameKind.BEAT: 0, FrameKind.FAILED: MAX_JSON_BYTES, FrameKind.SIZES: MAX_JSON_BYTES, FrameKind.READY: 0
+                FrameKind.BEAT: self._beat_bytes, FrameKind.FAILED: MAX_JSON_BYTES, FrameKind.SIZES: MAX_JSON_BYTES, FrameKind.READY: 0
             }  # fmt: skip
 
     # start
@@ -109,7 +113,9 @@ class RankGroup:
         """From then on a close ends the ranks in order."""
         self._wait_for(FrameKind.READY)
         for member in self._members.values():
-            member.link.allowed = {FrameKind.BEAT: 0, FrameKind.FAILED: MAX_JSON_BYTES, FrameKind.LOADED: MAX_JSON_BYTES}
+            member.link.allowed = {
+                FrameKind.BEAT: self._beat_bytes, FrameKind.FAILED: MAX_JSON_BYTES, FrameKind.LOADED: MAX_JSON_BYTES
+            }  # fmt: skip
         self._is_ready = True
 
     def _wait_for(self, kind: FrameKind) -> dict[int, bytearray]:
@@ -225,7 +231,7 @@ class RankGroup:
                 link.wait_until_closed(JOIN_S)
         for link in links:
             link.close()
-        self.peers.abort()  # a step that the runner has abandoned waits no more
+        self.peers.close()  # a step that the runner has abandoned waits no more
 
     def _keep_looking(self) -> None:
         while not self._closed.wait(BEAT_S):
@@ -243,6 +249,8 @@ class RankGroup:
     def _take(self, rank: int, member: _Member, kind: FrameKind, payload: bytearray) -> None:
         if kind is FrameKind.BEAT:
             member.num_missed = 0
+            if self._reports is not None:
+                self._reports[rank] = read_ints(payload, len(RankWork._fields))
         elif kind is FrameKind.FAILED:
             failure = read_json(RankFailure, payload)
             reason = f"rank {rank} failed: {failure.reason}"

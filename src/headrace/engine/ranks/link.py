@@ -1,7 +1,8 @@
-"""One end of the link between rank 0 and another rank: a Unix socket, over which frames go both ways, and one file descriptor comes.
+"""One end of the link between rank 0 and another rank, over which frames go both ways: a Unix socket, over which one file descriptor comes
+too, or a connection to another machine (`network`).
 
-Rank 0 listens in a directory that only its user may open, until all ranks have said hello; the file descriptor is that of the memory they
-share.
+On one machine rank 0 listens in a directory that only its user may open, until all ranks have said hello; the file descriptor is that of
+the memory they share.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Protocol, TypeVar
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError, EngineFatal
@@ -42,14 +44,34 @@ HELLO_S = 10.0
 RETRY_S = 0.1
 CHECK_S = 0.5
 CHUNK_BYTES = 1 << 16
+SILENT_S = 1.5
+"""For which a machine that is lost acknowledges nothing."""
 
 Frame = tuple[FrameKind, bytearray]
+_Connected = TypeVar("_Connected")
+
+
+class Connection(Protocol):
+    """What a link needs of a socket, or of TLS over one."""
+
+    def fileno(self) -> int: ...
+    def sendall(self, data: bytes, /) -> None: ...
+    def recv(self, num_bytes: int, flags: int = 0, /) -> bytes: ...
+    def settimeout(self, timeout_s: float | None, /) -> None: ...
+    def setsockopt(self, level: int, option: int, value: int, /) -> None: ...
+    def shutdown(self, how: int, /) -> None: ...
+    def close(self) -> None: ...
 
 
 class RankLink:
-    """allowed: what the other end may send now; whoever reads sets it. `send` may be called from several threads, reading from one."""
+    """
+    allowed  what the other end may send now; whoever reads sets it. `send` may be called from several threads, reading from one
+    hello    that the other end has said, where `gather` made the link
+    """
 
-    def __init__(self, connected: socket.socket, allowed: Allowed) -> None:
+    hello: RankHello
+
+    def __init__(self, connected: Connection, allowed: Allowed) -> None:
         self.allowed = allowed
         self._socket = connected
         self._sending = threading.Lock()
@@ -64,7 +86,7 @@ class RankLink:
             with self._sending:
                 self._socket.sendall(data)
         except OSError as error:
-            raise EngineFatal(f"its link is closed ({error.strerror})") from error
+            raise EngineFatal(f"its link is closed ({error.strerror or error})") from error
 
     def receive(self) -> Frame:
         """Waits for a frame. Raises EngineFatal for what is none, and once the link is closed."""
@@ -106,10 +128,12 @@ class RankLink:
                 return
 
     def send_descriptor(self, data: bytes, fd: int) -> None:
+        assert isinstance(self._socket, socket.socket), "a descriptor stays on its machine"
         socket.send_fds(self._socket, [data], [fd])
 
     def receive_descriptor(self) -> tuple[Frame, int | None]:
         """The next frame, and the descriptor that came with it."""
+        assert isinstance(self._socket, socket.socket), "a descriptor stays on its machine"
         try:
             data, fds, *_ = socket.recv_fds(self._socket, CHUNK_BYTES, 1)
         except OSError as error:
@@ -121,6 +145,10 @@ class RankLink:
 
     def wait_at_most(self, timeout_s: float | None) -> None:
         self._socket.settimeout(timeout_s)
+
+    def end_when_silent(self) -> None:
+        """Once the other end's machine is lost, for a link over which beats go. Not for one that is not read for longer than SILENT_S."""
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * SILENT_S))
 
     def is_closed(self) -> bool:
         """By the other end. Reads nothing: not meant for a link over which something may have come."""
@@ -211,8 +239,15 @@ def connections(
             continue
 
 
-def gather(connected: Iterator[socket.socket], world: int, facts: Mapping[str, str]) -> dict[int, RankLink]:
+WhyNot = Callable[[RankHello, Mapping[int, RankLink]], str]
+
+
+def gather(
+    connected: Iterator[Connection], world: int, facts: Mapping[str, str], why_apart: WhyNot = lambda hello, links: ""
+) -> dict[int, RankLink]:
     """The links of ranks 1 to world - 1, once each has said hello. What does not fit is refused, and waited for again.
+
+    why_apart  why a rank that fits cannot join those that have come; empty: it can
 
     Raises ConfigError where `connected` ends before.
     """
@@ -229,7 +264,7 @@ def gather(connected: Iterator[socket.socket], world: int, facts: Mapping[str, s
             hello = read_json(RankHello, link.receive()[1])
             for left in [rank for rank, joined in links.items() if joined.is_closed()]:
                 links.pop(left).close()
-            why_not = _why_not(hello, links, world, facts)
+            why_not = _why_not(hello, links, world, facts) or why_apart(hello, links)
         except EngineFatal as error:
             log.error("a rank that came to this replica is refused: %s", error)
             link.close()
@@ -241,6 +276,7 @@ def gather(connected: Iterator[socket.socket], world: int, facts: Mapping[str, s
             link.close()
             continue
         link.wait_at_most(None)
+        link.hello = hello
         links[hello.rank] = link
     return dict(sorted(links.items()))
 
@@ -263,20 +299,39 @@ def _close_all(links: Mapping[int, RankLink]) -> None:
 
 def connect(path: Path, *, clock: Clock = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> socket.socket:
     """Tries again until rank 0 listens. Raises ConfigError after GATHER_S, and where another user could listen in its place."""
+
+    def dial() -> socket.socket:
+        check_socket_folder("rendezvous", path)
+        return connect_unix(os.fspath(path))
+
+    return until_connected(dial, f"rank 0 does not listen at {path}", clock=clock, sleep=sleep)
+
+
+def until_connected(
+    dial: Callable[[], _Connected],
+    what_fails: str,
+    *,
+    clock: Clock = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> _Connected:
+    """Tries again after an OSError. Raises ConfigError after GATHER_S."""
     deadline = clock() + GATHER_S
     while True:
         try:
-            check_socket_folder("rendezvous", path)
-            with ExitStack() as unless_connected:
-                connected = unless_connected.enter_context(socket.socket(socket.AF_UNIX))
-                connected.connect(os.fspath(path))
-                unless_connected.pop_all()
-                return connected
+            return dial()
         except OSError as error:
             if clock() > deadline:
-                reason = f"rank 0 does not listen at {path} after {GATHER_S:g} s ({error.strerror or error})"
+                reason = f"{what_fails} after {GATHER_S:g} s ({error.strerror or error})"
                 raise ConfigError("rendezvous", reason, "Start rank 0 with the same rendezvous.") from error
         sleep(RETRY_S)
+
+
+def connect_unix(address: str) -> socket.socket:
+    with ExitStack() as unless_connected:
+        connected = unless_connected.enter_context(socket.socket(socket.AF_UNIX))
+        connected.connect(address)
+        unless_connected.pop_all()
+    return connected
 
 
 def join(link: RankLink, hello: RankHello) -> int:
@@ -284,14 +339,23 @@ def join(link: RankLink, hello: RankHello) -> int:
 
     Raises ConfigError if rank 0 refuses this one.
     """
-    link.allowed = {FrameKind.WELCOME: 0, FrameKind.FAILED: MAX_JSON_BYTES}
-    link.send(json_frame(FrameKind.HELLO, hello))
+    say_hello(link, hello, 0)
     (kind, payload), fd = link.receive_descriptor()
-    if kind is FrameKind.FAILED:
-        raise ConfigError("rank", read_json(RankFailure, payload).reason, "Give all ranks of a replica the same options.")
+    check_welcome(kind, payload)
     if fd is None:
         raise EngineFatal("rank 0 sent no shared memory")
     return fd
+
+
+def say_hello(link: RankLink, hello: RankHello, max_welcome_bytes: int) -> None:
+    link.allowed = {FrameKind.WELCOME: max_welcome_bytes, FrameKind.FAILED: MAX_JSON_BYTES}
+    link.send(json_frame(FrameKind.HELLO, hello))
+
+
+def check_welcome(kind: FrameKind, payload: bytearray) -> None:
+    """Raises ConfigError if rank 0 refuses this one."""
+    if kind is FrameKind.FAILED:
+        raise ConfigError("rank", read_json(RankFailure, payload).reason, "Give all ranks of a replica the same options.")
 
 
 def welcome(links: Mapping[int, RankLink], fd: int) -> None:

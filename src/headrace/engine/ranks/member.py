@@ -7,15 +7,16 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import torch
 
 from headrace.core.errors import CheckpointError, ConfigError, EngineFatal
+from headrace.core.parallelism import Place
 from headrace.engine.config import EngineConfig
 from headrace.engine.kv_sizing import step_tokens
 from headrace.engine.ranks.adapters import MemberAdapters
@@ -28,13 +29,15 @@ from headrace.engine.ranks.frames import (
     RankSizes,
     StepLimits,
     frame,
+    int_frame,
     json_frame,
     read_ints,
     read_json,
     read_step,
 )
 from headrace.engine.ranks.leader import BEAT_S
-from headrace.engine.ranks.link import Frame, RankLink, join
+from headrace.engine.ranks.link import Frame, RankLink, connect, join
+from headrace.engine.ranks.stage_peers import StagePeers
 from headrace.engine.runner.loading import choose, load_part
 from headrace.engine.runner.warmup import MAX_TOKENS, log_compiling
 from headrace.tensor.backends import load_peers
@@ -107,10 +110,29 @@ class RankMember:
         self._model.logits(hidden)
 
 
+Join = Callable[[Place, Mapping[str, str]], tuple[RankLink, Peers]]
+"""Meets the other ranks. It is given what has to be equal on all of them, by name. Raises ConfigError, and EngineFatal once rank 0 has
+ended."""
+
+
+def join_ranks(path: Path, place: Place, facts: Mapping[str, str]) -> tuple[RankLink, Peers]:
+    """On one machine, where rank 0 listens at the path."""
+    with ExitStack() as unless_joined:
+        link = RankLink(connect(path), {})
+        unless_joined.callback(link.close)
+        fd = join(link, RankHello(place.rank, dict(facts)))
+        try:
+            peers = load_peers(mmap.mmap(fd, 0), place)
+        finally:
+            os.close(fd)
+        unless_joined.pop_all()
+    return link, peers
+
+
 def make_member(
     config: EngineConfig,
-    rank: int,
-    connect: Callable[[], socket.socket],
+    place: Place,
+    join_others: Join,
     packed: PackedFolder | None = None,
     features: CpuFeatures | None = None,
 ) -> tuple[RankMember, Pieces | None]:
@@ -118,16 +140,11 @@ def make_member(
 
     Raises ConfigError, CheckpointError, and EngineFatal once rank 0 has ended.
     """
-    place = config.parallelism.place(rank)
     choices = choose(config, packed, features, place)
     with ExitStack() as unless_ready:
-        link = RankLink(connect(), {})
+        link, peers = join_others(place, choices.facts(config))
         unless_ready.callback(link.close)
-        fd = join(link, RankHello(rank, choices.facts(config)))
-        try:
-            peers = load_peers(mmap.mmap(fd, 0), place)
-        finally:
-            os.close(fd)
+        unless_ready.callback(peers.close)
         unless_ready.enter_context(_beating(link, peers))
         unless_ready.enter_context(_saying_why(link, peers))
         with log_compiling(choices.backend.compiler):
@@ -175,7 +192,7 @@ def _beating(link: RankLink, peers: Peers) -> Iterator[None]:
     def beat() -> None:
         try:
             while not over.wait(BEAT_S):
-                link.send(frame(FrameKind.BEAT))
+                link.send(int_frame(FrameKind.BEAT, *(peers.report() if isinstance(peers, StagePeers) else ())))
         except EngineFatal:
             if not over.is_set():
                 peers.abort()

@@ -97,18 +97,20 @@ def build(
     packed: PackedFolder | None = None,
     features: CpuFeatures | None = None,
     lead: Lead | None = None,
+    parallelism: Parallelism | None = None,
     *,
     compiles_beside: bool = False,
 ) -> Built:
     """
     lead             None where the replica can have no rank but this one
+    parallelism      None: as the options say
     compiles_beside  another process may compile kernels meanwhile
 
     Raises: ConfigError, CheckpointError; before any weight is read where that is possible. What ended another rank, too.
     """
     if config.parallelism.world > 1 and lead is None:
         raise ConfigError("tensor_parallel_size or pipeline_parallel_size", "this command starts one process of a replica", "Use 1.")
-    place = config.parallelism.place(0)
+    place = (parallelism or config.parallelism).place(0)
     choices = choose(config, packed, features, place)
     ahead = choices.compiling_ahead() if compiles_beside else nullcontext()
     with log_compiling(choices.backend.compiler), ahead, ExitStack() as unless_ready:

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import BLOCKS, check_secret, site_secret
 from headrace.core.option import Role, check_options, option, required
-from headrace.core.parallelism import AUTO
+from headrace.core.parallelism import AUTO, Parallelism
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig, FindGpus
 from headrace.machine.gpus import VISIBLE, find_gpus
@@ -42,7 +43,8 @@ class ProcessConfig:
     rank: int = option(0, "Which of its replica's processes this is ([ranks.md](ranks.md)): 0 is the one that gateways reach.", low=0)
     rendezvous: str = option(
         "",
-        "Where the processes of a replica meet: `unix:/path` in a directory of mode 0700.",
+        "Where the processes of a replica meet: `unix:/path` in a directory of mode 0700; or, for stages on several machines, `HOST:PORT` "
+        "of rank 0, with token and `tls_dir` as for `address`.",
         shown="`address` and `.ranks`",
     )
     num_neighbours: int = option(0, "Other engines on this machine, or on its GPU: each takes an equal part of its memory.", low=0)
@@ -53,21 +55,49 @@ class ProcessConfig:
 
     def target(self) -> GrpcTarget:
         """With the token read and the certificates tried. Raises ConfigError."""
-        target = target_of(self.address, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
+        target = target_of(self.address, token=self.token, token_file=self.token_file, tls_dir=self.own_tls_dir)
         if target.tls is not None:
             load_certificates(target.tls, TlsRole.ENGINE)
         return target
 
-    def ranks_path(self) -> Path:
-        """Where the ranks of its replica meet. Raises ConfigError."""
+    @property
+    def own_tls_dir(self) -> str:
+        """For `address`: it may be a Unix socket where ranks meet over TLS."""
+        return "" if self.address.startswith("unix:") and self.meets_over_tcp else self.tls_dir
+
+    @property
+    def meets_over_tcp(self) -> bool:
+        return bool(self.rendezvous) and not self.rendezvous.startswith("unix:")
+
+    def check_rendezvous(self, parallelism: Parallelism) -> None:
+        """Opens no file. Raises ConfigError."""
+        if not self.meets_over_tcp:
+            self._ranks_path()
+            return
+        if parallelism.pp == 1:
+            reason = f"{self.rendezvous!r} is for stages on several machines, and the ranks of one stage share the memory of one"
+            raise ConfigError("rendezvous", reason, "Set pipeline_parallel_size to the number of machines, or write unix:/path.")
+        with _named("rendezvous"):
+            check_target(self.rendezvous, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
+        place = parallelism.place(self.rank)
+        if place.tp_rank == 0 and not place.is_first and not place.is_last and self.address.startswith("unix:"):
+            reason = f"{self.address} cannot be reached from another machine, and rank {self.rank} takes what the stage before it sends"
+            raise ConfigError("address", reason, "Write HOST:PORT of this machine.")
+
+    def ranks_target(self) -> Path | GrpcTarget:
+        """Where the ranks of its replica meet, with the token read. Raises ConfigError."""
+        if not self.meets_over_tcp:
+            return self._ranks_path()
+        with _named("rendezvous"):
+            return target_of(self.rendezvous, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
+
+    def _ranks_path(self) -> Path:
         address = self.rendezvous or f"{self.address}.ranks"
         if not address.startswith("unix:"):
-            reason = f"{address!r} is no Unix socket, and ranks on several machines are not supported yet"
+            reason = f"{self.address!r} is no Unix socket, beside which the ranks of a machine would meet"
             raise ConfigError("rendezvous", reason, "Write unix:/path, in a directory of mode 0700.")
-        try:
+        with _named("rendezvous"):
             path = parse_target(address).path
-        except ConfigError as error:
-            raise error.at("rendezvous") from error
         assert path is not None, "it is a Unix socket"
         return path
 
@@ -77,6 +107,14 @@ class ProcessConfig:
             os.environ[VISIBLE] = self.gpu
         if self.cpus:  # empty on systems that cannot bind a process
             os.sched_setaffinity(0, {int(cpu) for cpu in self.cpus.split(",")})
+
+
+@contextmanager
+def _named(key: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise error.at(key) from error
 
 
 def load_process_config(path: str | Path, find: FindGpus = find_gpus) -> tuple[ProcessConfig, EngineConfig]:
@@ -96,7 +134,7 @@ def process_config_from(data: dict[str, object], find: FindGpus = find_gpus) -> 
     if process.site_key and process.block_key:
         raise ConfigError("block_key", "is given beside site_key, of which it is made", "Leave it out.")
     _check_rank(process, engine)
-    check_target(process.address, token=process.token, token_file=process.token_file, tls_dir=process.tls_dir)
+    check_target(process.address, token=process.token, token_file=process.token_file, tls_dir=process.own_tls_dir)
     return replace(process, block_key=process.block_key or site_secret(process.site_key, BLOCKS)), engine
 
 
@@ -106,7 +144,7 @@ def _check_rank(process: ProcessConfig, engine: EngineConfig) -> None:
         options = "tensor_parallel_size x pipeline_parallel_size"
         raise ConfigError("rank", f"{process.rank} is outside 0..{world - 1}", f"A replica has {options} = {world} of them.")
     if world > 1:
-        process.ranks_path()
+        process.check_rendezvous(engine.parallelism)
     elif process.rendezvous:
         raise ConfigError("rendezvous", "is given for a replica of one process", "Leave it out.")
 

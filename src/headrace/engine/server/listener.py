@@ -17,11 +17,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.machine.locked_folders import LockedFolder, remove_unlocked
 from headrace.machine.private_files import check_socket_folder
-from headrace.wire.listening import close_all, listening_sockets
+from headrace.wire.listening import RefusalLog, close_all, listening_sockets
 from headrace.wire.service import LEASE_S
 from headrace.wire.target import MAX_UNIX_PATH_BYTES, GrpcTarget
 from headrace.wire.tls.files import Certificates, TlsRole, handshake_fault
@@ -38,10 +37,6 @@ HANDSHAKE_S = 5.0
 
 MAX_HANDSHAKES = 64
 """Handshakes at once: one more connection is closed."""
-
-REPEAT_S = 60.0
-
-MAX_REFUSALS = 1024
 
 UNREAD_S = 2 * LEASE_S
 """Seconds after which the system ends a connection whose other end acknowledges or reads nothing."""
@@ -219,21 +214,6 @@ def check_can_listen(target: GrpcTarget) -> None:
         check_socket_folder("engine address", target.path)
     else:
         close_all(_listen(target))
-
-
-class RefusalLog:
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._due_s: dict[tuple[str, str], float] = {}
-
-    def __call__(self, host: str, reason: str) -> None:
-        now = self._clock()
-        if now < self._due_s.get((host, reason), now):
-            return
-        if len(self._due_s) >= MAX_REFUSALS:
-            self._due_s.clear()
-        self._due_s[host, reason] = now + REPEAT_S
-        log.warning("refused a connection from %s: %s", host, reason)
 
 
 async def relay(gateway: ByteStream, server: ByteStream) -> None:

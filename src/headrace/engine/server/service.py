@@ -22,11 +22,12 @@ from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.core.model_info import WEIGHTS
 from headrace.engine.server.dispatcher import AsyncioOutbox, RequestDispatcher, ServedEngine, Updates
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
-from headrace.engine.server.listener import REPEAT_S, CannotListen, TcpListener
+from headrace.engine.server.listener import CannotListen, TcpListener
 from headrace.engine.server.unsent import MAX_UNITS
 from headrace.machine.private_files import check_socket_folder
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import check_known_fields, encode_load, encode_model_info
+from headrace.wire.listening import REPEAT_S
 from headrace.wire.service import (
     CONTROL,
     HEARTBEAT_S,

@@ -152,8 +152,11 @@ CA_NAME, CERTIFICATE_NAME, KEY_NAME, TOKEN_NAME = "ca.crt", "tls.crt", "tls.key"
 
 
 class TlsRole(StrEnum):
+    """What a certificate is for: engines are TLS servers, gateways clients, and ranks of several machines both."""
+
     ENGINE = "engine"
     GATEWAY = "gateway"
+    RANK = "rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +199,7 @@ class Certificates(Watched[LoadedCertificates]):
 
 
 def load_certificates(files: TlsFiles, role: TlsRole) -> LoadedCertificates:
-    """A certificate that is not valid now is logged and loaded: it may be renewed later.
+    """For the TLS client's end, but for an engine's. A certificate that is not valid now is logged and loaded: it may be renewed later.
 
     Raises ConfigError about `tls_dir` for a file that cannot be used.
     """

@@ -292,6 +292,9 @@ class SharedMemoryPeers:
     def abort(self) -> None:
         self._words[0] = self._words[0] or ABORTED
 
+    def close(self) -> None:
+        self.abort()
+
     def _exchange(self, group: _Group, operation: int, x: Tensor, out: Tensor, *, row_bytes: int = 0) -> None:
         """Inside a launch list the exchange comes later: then an aborted one is found by the next one outside of a list."""
         assert x.is_contiguous(), f"ranks exchange contiguous tensors, got strides {x.stride()}"
