@@ -79,7 +79,7 @@ class Engine:
         self._clock = clock
         self._depth = scheduler.config.depth
         self._inbox = Inbox(scheduler.config.max_waiting_bytes)
-        self._steps = StepQueue(runner, clock)
+        self._steps = StepQueue(runner, clock, scheduler.config.steps_per_token)
         self._work = StepWork(info)
         self._ranks = ranks
         self._adapters = adapters

@@ -90,6 +90,8 @@ class StepTimer:
 
 
 PLAN_RING = 128
+BESIDE_SHARE = 0.02
+"""That the last step has in the mean number of steps which stages compute at once."""
 
 
 class Ticket(Protocol):
@@ -125,10 +127,14 @@ class RunningStep:
 class StepQueue:
     """The uncommitted steps of one engine, oldest first. Changed on the loop's thread alone; `running` may be read from others.
 
-    recent   the last PLAN_RING plans, without those that only poll for moves
+    recent          the last PLAN_RING plans, without those that only poll for moves
+    reported_costs  of a step from one token of a sequence to its next one: where stages compute steps at once, each of which has a part of
+                    the sequences, as many fixed costs as steps
     """
 
-    def __init__(self, runner: Runner, clock: Clock) -> None:
+    def __init__(self, runner: Runner, clock: Clock, steps_per_token: int = 1) -> None:
+        """steps_per_token: `SchedulerConfig.steps_per_token`"""
+        self._steps_per_token, self._num_beside = steps_per_token, 1.0
         self.runner = runner
         self.recent: deque[Plan] = deque(maxlen=PLAN_RING)
         self.running: RunningStep | None = None
@@ -179,5 +185,7 @@ class StepQueue:
         self.running = replace(self.running, started=now) if self._steps and self.running is not None else None
         if step.plan.num_rows:
             self._timer.observe(step.plan.num_tokens, now - began)
-            self.costs, self.reported_costs = self._timer.costs, self._timer.reported_costs
+            self._num_beside += BESIDE_SHARE * (min(self._steps_per_token, 1 + len(self._steps)) - self._num_beside)
+            self.costs, reported = self._timer.costs, self._timer.reported_costs
+            self.reported_costs = reported._replace(fixed_s=self._num_beside * reported.fixed_s)
         return now - began

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from concurrent.futures import Future
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ from headrace.core.plan_codec import load_plans
 from headrace.core.update import FinishReason
 from headrace.engine import loop
 from headrace.engine.loop import Engine
-from headrace.engine.steps import UNKNOWN_STEP_S, StepTimer
+from headrace.engine.steps import UNKNOWN_STEP_S, StepQueue, StepTimer
 from headrace.policy.kvcache.leases import LeaseError
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule import sequence_table
@@ -330,6 +331,30 @@ def test_a_snapshot_reports_what_steps_cost() -> None:
         pass
     seen = driven.engine.snapshot()
     assert [seen.step_fixed_s, seen.step_token_s] == pytest.approx([0.010, 0.001])
+
+
+class NeverDone:
+    def submit(self, plan: Plan) -> Future[Result]:
+        return Future()
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("num_beside", "fixed_s"), [(1, 0.010), (2, 0.020), (3, 0.020)])
+def test_where_stages_compute_steps_at_once_a_token_costs_the_fixed_part_of_each(num_beside: int, fixed_s: float) -> None:
+    """A sequence is in one of the steps that two stages compute; a third one waits."""
+    now = [0.0]
+    steps = StepQueue(NeverDone(), lambda: now[0], steps_per_token=2)
+    for number in range(300):
+        ones = array("i", [1] * (1 + 4 * (number % 3)))
+        plan = Plan(step_id=number + 1, slots=ones, counts=ones)
+        steps.submit(plan)
+        if len(steps) == num_beside:
+            oldest = steps.take_oldest()
+            now[0] += 0.010 + 0.001 * oldest.plan.num_tokens
+            steps.end(oldest)
+    assert steps.costs == pytest.approx((0.010, 0.001))
+    assert steps.reported_costs == pytest.approx((fixed_s, 0.001), rel=0.01)
 
 
 def test_a_snapshot_taken_while_a_step_runs_knows_what_the_step_was_planned_from() -> None:
