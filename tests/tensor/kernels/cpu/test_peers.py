@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -40,10 +40,19 @@ AREA = AREA_BYTES // 4
 """Floats in an area."""
 
 
+PATIENCE_S = 10.0
+"""Of one rank for another, so that ranks out of step fail soon, and not after MAX_WAIT_S each."""
+
+
+def make_patient(peers: SharedMemoryPeers) -> SharedMemoryPeers:
+    peers._stage = peers._stage._replace(max_wait_s=min(peers._stage.max_wait_s, PATIENCE_S))
+    return peers
+
+
 def make_peers(tp: int, pp: int = 1) -> list[SharedMemoryPeers]:
     parallelism = Parallelism(tp, pp)
     memory = mmap(-1, shared_bytes(parallelism))
-    return [SharedMemoryPeers(memory, parallelism.place(rank)) for rank in range(parallelism.world)]
+    return [make_patient(SharedMemoryPeers(memory, parallelism.place(rank))) for rank in range(parallelism.world)]
 
 
 def on_all(peers: Sequence[SharedMemoryPeers], work: Callable[[int, SharedMemoryPeers], _Result]) -> list[_Result]:
@@ -101,7 +110,7 @@ calls = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, phases=(Phase.explicit, Phase.reuse, Phase.generate))  # what fails by timing cannot be shrunk
 @given(tp=st.integers(1, 4), calls=calls, seed=st.integers(0, 1000))
 def test_any_calls_give_every_rank_the_bits_of_the_plain_twin(
     tp: int, calls: list[tuple[str, tuple[int, int], torch.dtype]], seed: int
