@@ -100,15 +100,15 @@ def test_version_is_the_packages(headrace: Headrace) -> None:
         (
             ["serve", "--device", "cuda", "-tp", "auto"],
             CommandExitCode.CONFIG,
-            "-tp: auto may be more than 1: this version runs a replica on one GPU. Use 1, or device = cpu.",
+            "-tp: auto may be more than 1: no layer is divided over GPUs. Use 1, or device = cpu.",
         ),
         (["serve", "-tp", "auto", "-pp", "2"], CommandExitCode.CONFIG, "-tp: auto is decided for one stage"),
         (["engine", "--listen", "unix:/run/e", "-tp", "auto"], CommandExitCode.CONFIG, "auto is for what starts all ranks of a replica"),
         (["serve", "-tp", "65"], CommandExitCode.CONFIG, "headrace: -tp: 65 is outside 1..64"),
         (
-            ["serve", "--device", "cuda", "-pp", "2"],
+            ["serve", "--device", "cuda", "-tp", "2"],
             CommandExitCode.CONFIG,
-            "-pp: 2 is more than 1: this version runs a replica on one GPU.",
+            "-tp: 2 is more than 1: no layer is divided over GPUs.",
         ),
         (["serve", "-tp", "32", "-pp", "4"], CommandExitCode.CONFIG, "-tp: 32 x 4 (pipeline_parallel_size) are more than 64 processes."),
         (["serve", "a", "--model", "b"], CommandExitCode.USAGE, "give one of them"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,9 +83,14 @@ def test_a_quantization_of_vllms_that_is_not_here_names_what_to_do_instead(name:
         EngineConfig(model="m", quantization=name).checked()
 
 
-@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_ranks_on_two_gpus_are_refused_with_what_uses_both(option: str, device: str) -> None:
-    asked: dict[str, Any] = {option: 2}
-    with pytest.raises(ConfigError, match=f"{option}.*on one GPU.*a replica for each GPU"):
-        EngineConfig(model="m", device=device, **asked).checked(lambda: Gpus(("0", "1")))
+def test_a_layer_on_two_gpus_is_refused_with_what_uses_both(device: str) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 2 is more than 1: no layer .* GPUs\. Use 1, with pipeline_parallel_size"):
+        EngineConfig(model="m", device=device, tensor_parallel_size=2).checked(lambda: Gpus(("0", "1")))
+
+
+def test_stages_may_be_on_gpus_without_adapters() -> None:
+    staged = EngineConfig(model="m", device="cuda", pipeline_parallel_size=2)
+    assert staged.checked().depth == 1
+    with pytest.raises(ConfigError, match="enable_lora: is not supported on several GPUs"):
+        replace(staged, enable_lora=True).checked()

@@ -25,6 +25,7 @@ from headrace.engine.config import EngineConfig
 from headrace.llm import members
 from headrace.llm.members import MemberProcesses, build_ranks
 from headrace.machine import resources
+from headrace.machine.gpus import Gpus
 from headrace.tensor.host import threads
 
 pytestmark = pytest.mark.process
@@ -85,6 +86,17 @@ def test_members_share_the_machine_with_the_program(
         pids = [child.pid for child in psutil.Process().children() if any(str(tmp_path) in word for word in child.cmdline())]
         assert len(pids) == 2
     assert not any(map(is_alive, pids))
+
+
+def test_members_have_a_gpu_each_where_there_are_enough(
+    config: EngineConfig, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "find_gpus", lambda: Gpus(("0", "1")))
+    command.append(f"{MEMBER}leash.recv(1)")
+    staged = replace(config, device="cuda", tensor_parallel_size=1, pipeline_parallel_size=3)
+    with MemberProcesses(staged, tmp_path) as started:
+        assert [(written(tmp_path, rank)["gpu"], written(tmp_path, rank)["num_neighbours"]) for rank in (1, 2)] == [("1", 0), ("0", 1)]
+        assert started.rank_0.memory_fraction == config.memory_fraction / 2
 
 
 @pytest.mark.parametrize(

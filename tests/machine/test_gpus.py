@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.machine import gpus
-from headrace.machine.gpus import Gpus, find_gpus, parse_probe
+from headrace.machine.gpus import Gpus, deal_gpu, find_gpus, parse_probe
 
 pytestmark = pytest.mark.pure
 
@@ -153,3 +153,9 @@ ctypes.CDLL = Driver
 @pytest.mark.parametrize(("init", "output"), [(0, "12080 9.0 7.5"), (100, "12080"), (803, "status 803")])
 def test_the_driver_is_asked_for_its_version_and_each_gpus_capability(init: int, output: str) -> None:
     assert gpus.run_probe(f"INIT = {init}\n{FAKE_DRIVER}{gpus._PROBE}", 30) == (output, "")
+
+
+def test_processes_are_dealt_gpus_in_turn_and_know_how_many_share_theirs() -> None:
+    assert [deal_gpu(("0", "1"), index, 2) for index in range(2)] == [("0", 0), ("1", 0)]
+    assert [deal_gpu(("4", "7"), index, 3) for index in range(3)] == [("4", 1), ("7", 0), ("4", 1)]
+    assert deal_gpu(("0",), 2, 3) == ("0", 2)

@@ -30,7 +30,7 @@ class Parallelism:
     tp  ranks that share each layer (tensor parallel)
     pp  stages, each with its part of the layers (pipeline parallel)
     ep  whole experts are divided over the ranks of a stage, instead of a part of each
-    is_apart  each stage has a machine of its own
+    is_apart  each stage has memory of its own: that of a machine, or of a GPU
     """
 
     tp: int = 1
@@ -44,15 +44,15 @@ class Parallelism:
 
     @property
     def num_here(self) -> int:
-        """Ranks that share this machine's memory."""
+        """Ranks that share this one's memory."""
         return self.tp if self.is_apart else self.world
 
-    def why_not_run(self, device: str, num_machines: int = 1) -> str:
-        """Empty: this version runs a replica so. device: "cpu" or "cuda"."""
+    def why_not_planned(self, device: str, num_machines: int = 1) -> str:
+        """Empty: a planner may choose it. device: "cpu" or "cuda"."""
         if self.world == 1:
             return ""
         if device != "cpu":
-            return "this version runs a replica on one GPU"
+            return "replicas on several GPUs are not planned"
         return "" if num_machines == 1 else "headrace serve starts all ranks of a replica on one machine"
 
     def place(self, rank: int) -> Place:

@@ -256,7 +256,7 @@ def _join_stages(rendezvous: GrpcTarget, own: GrpcTarget | None) -> Join:
 
 
 def _parallelism(config: EngineConfig, rendezvous: Rendezvous | None) -> Parallelism:
-    return replace(config.parallelism, is_apart=not isinstance(rendezvous, Path | None))
+    return replace(config.parallelism, is_apart=config.device != "cpu" or not isinstance(rendezvous, Path | None))
 
 
 def _build(

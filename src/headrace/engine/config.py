@@ -33,6 +33,7 @@ ROUNDINGS = ("int8", "int4", "fp8")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "int8", "fp8")
 """fp8 in both: on GPUs that compute it (`tensor.device`)."""
 DEVICES = ("auto", "cuda", "cpu")
+NOT_ON_GPUS = "no layer is divided over GPUs"
 
 FindGpus = Callable[[], Gpus]
 
@@ -250,8 +251,8 @@ class EngineConfig:
     def _check_parallelism(self) -> None:
         pp = self.pipeline_parallel_size
         if self.tensor_parallel_size == AUTO:
-            if refused := Parallelism(2).why_not_run(self.device):
-                raise ConfigError("tensor_parallel_size", f"{AUTO} may be more than 1: {refused}", "Use 1, or device = cpu.")
+            if self.device != "cpu":
+                raise ConfigError("tensor_parallel_size", f"{AUTO} may be more than 1: {NOT_ON_GPUS}", "Use 1, or device = cpu.")
             if pp > 1:
                 reason = f"{AUTO} is decided for one stage, and pipeline_parallel_size is {pp}"
                 raise ConfigError("tensor_parallel_size", reason, "Give both as numbers.")
@@ -260,8 +261,11 @@ class EngineConfig:
         name, value = ("tensor_parallel_size", tp) if tp > 1 else ("pipeline_parallel_size", pp)
         if world > MOST:
             raise ConfigError(name, f"{tp} x {pp} (pipeline_parallel_size) are more than {MOST} processes", "Lower one of them.")
-        if refused := self.parallelism.why_not_run(self.device):
-            raise ConfigError(name, f"{value} is more than 1: {refused}", "Use 1, with a replica for each GPU, or device = cpu.")
+        if tp > 1 and self.device != "cpu":
+            remedy = "Use 1, with pipeline_parallel_size for a model that is larger than a GPU, or device = cpu."
+            raise ConfigError(name, f"{value} is more than 1: {NOT_ON_GPUS}", remedy)
+        if pp > 1 and self.device != "cpu" and self.enable_lora:
+            raise ConfigError("enable_lora", "is not supported on several GPUs", "Leave it out, or use pipeline_parallel_size = 1.")
         if pp > 1 < self.depth:
             raise ConfigError(
                 "depth",
@@ -305,6 +309,8 @@ def resolve(config: EngineConfig, device: str) -> EngineConfig:
         unset["max_num_seqs"] = min(unset["max_num_seqs"], tokens)
     if tokens is None and isinstance(seqs, int):
         unset["max_num_batched_tokens"] = max(unset["max_num_batched_tokens"], seqs)
+    if config.pipeline_parallel_size > 1 and "depth" in unset:
+        unset["depth"] = 1  # of each stage
     resolved = replace(config, device=device, **unset)
     resolved._check()
     return resolved

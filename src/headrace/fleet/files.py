@@ -19,7 +19,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.hashing import BLOCKS, SALTS, site_secret
 from headrace.core.strict_decode import plain, read_json_object
 from headrace.fleet.config import FleetConfig, ModelSpec
-from headrace.machine.gpus import find_gpus
+from headrace.machine.gpus import deal_gpu, find_gpus
 from headrace.machine.locked_folders import LockedFolder, is_locked, remove_unlocked
 from headrace.machine.private_files import MAX_DIR_BYTES
 from headrace.machine.resources import MachineShare, allowed_cpus, share_of
@@ -145,8 +145,8 @@ def _machine_share(model: ModelSpec, share: MachineShare) -> dict[str, object]:
     names = find_gpus().names if model.engine.get("device") == "cuda" else ()
     if not names:
         return {"cpus": cpus, "num_neighbours": share.total - 1}
-    number = share.index % len(names)
-    return {"cpus": cpus, "gpu": names[number], "num_neighbours": (share.total - 1 - number) // len(names)}
+    gpu, num_neighbours = deal_gpu(names, share.index, share.total)
+    return {"cpus": cpus, "gpu": gpu, "num_neighbours": num_neighbours}
 
 
 def write_gateway_file(content: Mapping[str, object], folder: Path) -> Path:

@@ -25,6 +25,7 @@ from headrace.engine.build import build_engine, part_of_machine
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
 from headrace.machine.forks import FORKS
+from headrace.machine.gpus import deal_gpu, find_gpus
 from headrace.machine.private_files import MAX_DIR_BYTES
 from headrace.machine.resources import MachineShare, allowed_cpus, share_of, why_crowded
 
@@ -88,7 +89,9 @@ class MemberProcesses:
         self.rendezvous = folder / "ranks"
         if crowd := why_crowded(world, config.num_threads or 1):
             log.warning("the ranks of the model are %s", crowd)
-        self.rank_0 = part_of_machine(config, world)  # its threads are not bound to CPUs
+        names = find_gpus().names if config.device == "cuda" else ()
+        dealt = [deal_gpu(names, rank, world) if names else ("", world - 1) for rank in range(world)]
+        self.rank_0 = part_of_machine(config, 1 + dealt[0][1])  # on the GPU that torch finds first; its threads are not bound to CPUs
         self._members: list[_Member] = []
         try:
             for rank in range(1, world):
@@ -99,7 +102,8 @@ class MemberProcesses:
                     "rank": rank,
                     "rendezvous": f"unix:{self.rendezvous}",
                     "cpus": ",".join(map(str, share)),
-                    "num_neighbours": world - 1,
+                    "gpu": dealt[rank][0],
+                    "num_neighbours": dealt[rank][1],
                     "engine": plain(config),
                 }
                 path = folder / f"r{rank}.json"

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -67,6 +67,12 @@ def find_gpus() -> Gpus:
     if visible == "" or not Path("/dev/nvidiactl").exists():
         return Gpus()
     return _missing_software() or _missing_compiler(os.environ) or parse_probe(*run_probe(_PROBE, PROBE_S), visible, _torch_cuda() or "")
+
+
+def deal_gpu(names: Sequence[str], index: int, total: int) -> tuple[str, int]:
+    """(the GPU of one of `total` processes, to which they are dealt in turn; how many others are on it)"""
+    number = index % len(names)
+    return names[number], (total - 1 - number) // len(names)
 
 
 def parse_probe(output: str, error: str, visible: str | None, torch_cuda: str = "") -> Gpus:

@@ -153,7 +153,7 @@ def test_a_user_who_reads_slowly_does_not_make_the_devices_slow(headrace: Headra
 def test_what_this_version_runs_is_chosen_and_the_rest_is_apart(headrace: Headrace) -> None:
     done = headrace("plan", "llama-3-8b", "--gpu", "h100", "--count", "2")
     assert "Chosen: 2 x TP 1, 2 NVIDIA H100 SXM 80 GB." in done.stdout
-    served, apart = done.stdout.split("Not run by this version, and not chosen: this version runs a replica on one GPU.")
+    served, apart = done.stdout.split("Not run by this version, and not chosen: replicas on several GPUs are not planned.")
     assert "TP 2" not in served
     assert "TP 2" in apart
     too_large = headrace("plan", "llama-70b", "--gpu", "h100")

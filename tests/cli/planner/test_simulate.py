@@ -238,7 +238,7 @@ def test_a_replica_that_this_version_does_not_run_is_simulated_when_it_is_asked_
     assert done.returncode == 3
     assert "weights of 138.0 GB do not fit in 72.0 GB. --tp N simulates a replica on several devices" in done.stderr
     done = headrace("simulate", "--model", "llama-70b", "--tp", "4", "--load", "1", *QUICK)
-    assert "Simulated: 1 x llama-70b on TP 4 h100 (this version runs a replica on one GPU)" in done.stdout
+    assert "Simulated: 1 x llama-70b on TP 4 h100 (replicas on several GPUs are not planned)" in done.stdout
 
 
 def test_more_replicas_than_can_be_simulated_are_refused(headrace: Headrace, tmp_path: Path) -> None:

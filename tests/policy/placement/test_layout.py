@@ -119,7 +119,7 @@ def test_what_this_version_does_not_run_is_not_chosen() -> None:
     runnable = replace(need(LARGE, tokens_per_s=1000.0), compares_all=False)
     found = choose_layout(runnable)
     assert found[0].reason == "weights of 138.0 GB do not fit in 80.0 GB"
-    assert {each.reason for each in found if each.layout.num_devices > 1} == {"this version runs a replica on one GPU"}
+    assert {each.reason for each in found if each.layout.num_devices > 1} == {"replicas on several GPUs are not planned"}
     assert not best(replace(runnable, compares_all=True)).reason
 
 

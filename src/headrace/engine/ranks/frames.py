@@ -16,7 +16,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -311,6 +311,22 @@ def read_step(payload: bytearray, limits: StepLimits, parts: Mapping[int, Packed
     groups = tuple(GroupBatch(table, mapping) for table, mapping in zip(tables, mappings, strict=True))
     return ids, ForwardBatch(
         positions, row_starts, context_lens, sizes.max_count, groups, adapters, selected=selected, num_decodes=sizes.num_decodes
+    )
+
+
+def batch_on(device: str, batch: ForwardBatch) -> ForwardBatch:
+    """Without adapters."""
+
+    def moved(x: Tensor) -> Tensor:
+        return x.to(device)
+
+    return replace(
+        batch,
+        positions=moved(batch.positions),
+        row_starts=moved(batch.row_starts),
+        context_lens=moved(batch.context_lens),
+        groups=tuple(GroupBatch(moved(group.block_table), moved(group.slot_mapping)) for group in batch.groups),
+        selected=None if batch.selected is None else moved(batch.selected),
     )
 
 

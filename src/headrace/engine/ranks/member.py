@@ -28,6 +28,7 @@ from headrace.engine.ranks.frames import (
     RankHello,
     RankSizes,
     StepLimits,
+    batch_on,
     frame,
     int_frame,
     json_frame,
@@ -88,7 +89,9 @@ class RankMember:
         if kind is FrameKind.STEP:
             began = time.monotonic_ns()
             parts = {} if self._adapters is None else self._adapters.parts
-            self._model.forward(*read_step(payload, self._limits, parts), self._kv)
+            ids, batch = read_step(payload, self._limits, parts)
+            device = self._model.device.name
+            self._model.forward(ids.to(device), batch if device == "cpu" else batch_on(device, batch), self._kv)
             self._peers.note_step(time.monotonic_ns() - began)
         elif kind is FrameKind.LOGITS:
             self._compute_logits(*read_ints(payload, 1))

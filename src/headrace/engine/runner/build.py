@@ -303,7 +303,7 @@ def _make_runner(
     group: RankGroup | None,
 ) -> AnyRunner:
     launches = DEVICES[config.device].make_launches()
-    if launches is not None and backend.choice is not None:
+    if launches is not None and backend.choice is not None and group is None:
         launches = EagerLaunches(launches) if config.enforce_eager else launches
         return DeviceRunner(
             loaded.model,

@@ -79,13 +79,13 @@ class StartChoices:
             f"device: {DEVICES[config.device].identity}{', no graphs are captured' if config.enforce_eager else ''}",
             f"dtype: {name_of(self.dtype)}, {self.why_dtype}",
             f"kernels: {self.backend.name}, {self.why_kernels}{_invariant(config)}{_compile_cache(self.backend)}",
-            f"draw: {self._draw()}",
+            f"draw: {self._draw(is_alone=config.parallelism.world == 1)}",
             f"threads: {self.threads.num_threads}, {self.threads.reason}; threading layer of the kernels: {self.layer}",
             f"KV dtype: {name_of(self.kv_dtype)}, {self.why_kv}",
         )
 
-    def _draw(self) -> str:
-        if self.backend.choice is not None:
+    def _draw(self, *, is_alone: bool) -> str:
+        if self.backend.choice is not None and is_alone:
             return "on the device"
         return "plain NumPy, slow for large vocabularies" if self.backend.draw is plain_draw else "compiled"
 

@@ -159,7 +159,7 @@ def _why_not_run(need: Need, layout: Layout) -> str:
 def why_not_run(device: Device, layout: Layout) -> str:
     """Empty: this version divides a replica so over devices of this kind."""
     num_machines = math.ceil(layout.num_devices / device.link.num_devices)
-    return Parallelism(layout.tp, layout.pp).why_not_run("cpu" if device.name == "cpu" else "cuda", num_machines)
+    return Parallelism(layout.tp, layout.pp).why_not_planned("cpu" if device.name == "cpu" else "cuda", num_machines)
 
 
 def _price(need: Need, replicas: int, layout: Layout) -> float | None:

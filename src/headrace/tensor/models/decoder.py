@@ -206,17 +206,19 @@ class DecoderModel:
             branch = self._embedded(ids)
             residual = torch.zeros_like(branch)
         else:
-            branch, residual = (
-                torch.empty((len(ids), self.hidden_size), dtype=self.activations, device=self.device.name) for _ in range(2)
-            )
-            self.peers.receive(branch)
-            self.peers.receive(residual)
+            branch, residual = (self._received(len(ids)) for _ in range(2))
         out = self._steps.run(branch, residual, batch, kv)
         if self.place.is_last:
             return out[0]
         for each in out:
-            self.peers.send(each)
+            self.peers.send(each.cpu())
         return out[0][:0]
+
+    def _received(self, num_tokens: int) -> Tensor:
+        """Stages exchange host memory, whatever they compute on."""
+        received = torch.empty((num_tokens, self.hidden_size), dtype=self.activations)
+        self.peers.receive(received)
+        return received.to(self.device.name)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """A rank has zeros for the tokens of the other ranks' vocabulary."""
