@@ -38,12 +38,27 @@ def decode_s(**options: Any) -> float:
     return planned(1, **options)[0].latency.decode_s(16, 1000)
 
 
-@pytest.mark.parametrize(("gpu", "reason"), [("cpu", "2 is not simulated"), ("h100", "this version runs a replica on one GPU")])
-def test_several_ranks_of_a_file_are_refused_by_name(gpu: str, reason: str) -> None:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        options: dict[str, Any] = {name: 2}
-        with pytest.raises(ConfigError, match=f"^{name}: .*{reason}"):
-            planned(gpu=gpu, **options)
+REFUSED = [
+    ("cpu", "pipeline_parallel_size", 2, "2 is not simulated: stages compute"),
+    ("h100", "pipeline_parallel_size", 2, "2 is not simulated: stages compute"),
+    ("h100", "tensor_parallel_size", 2, "2 is more than 1: no layer is divided over GPUs"),
+    ("cpu", "tensor_parallel_size", 4, "cpu has no layout of 4 devices"),
+]
+
+
+@pytest.mark.parametrize(("gpu", "name", "size", "reason"), REFUSED)
+def test_ranks_of_a_file_that_cannot_be_simulated_are_refused_by_name(gpu: str, name: str, size: int, reason: str) -> None:
+    options: dict[str, Any] = {name: size}
+    with pytest.raises(ConfigError, match=f"^{name}: {reason}"):
+        planned(gpu=gpu, **options)
+
+
+def test_ranks_of_cpus_have_the_times_and_the_memory_of_as_many_domains() -> None:
+    alone, _ = planned(gpu="cpu", name="qwen2.5-0.5b")
+    divided, best = planned(gpu="cpu", name="qwen2.5-0.5b", tensor_parallel_size=2)
+    assert best.layout.tp == divided.config.tensor_parallel_size == 2
+    assert divided.num_blocks > alone.num_blocks
+    assert divided.latency.decode_s(16, 1000) < alone.latency.decode_s(16, 1000)
 
 
 def test_auto_is_what_the_planner_chooses_and_a_number_is_not() -> None:
@@ -53,7 +68,7 @@ def test_auto_is_what_the_planner_chooses_and_a_number_is_not() -> None:
     with pytest.raises(ConfigError, match=r"^--gpu: weights of 16\.1 GB do not fit in 12\.0 GB"):
         planned(gpu="cpu")
     assert planned(gpu="cpu", name="qwen2.5-0.5b", tensor_parallel_size="auto")[1].layout.tp == 1
-    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: auto may be more than 1: .* on one GPU\."):
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: auto may be more than 1: no layer is divided over GPUs\."):
         planned(tensor_parallel_size="auto")
 
 

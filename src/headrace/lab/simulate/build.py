@@ -141,7 +141,8 @@ def planned_model(config: EngineConfig, need: Need, tp: int | None) -> tuple[Sim
         if each.layout.pp == 1 and (not why_not_run(need.device, each.layout) if is_open else each.layout.tp == wanted)
     ]
     if not flat:
-        raise ConfigError("--tp", f"{need.device.name} has no layout of {tp} devices", "A power of two, within one machine's links.")
+        option = "tensor_parallel_size" if tp is None else "--tp"
+        raise ConfigError(option, f"{need.device.name} has no layout of {wanted} devices", "A power of two, within one machine's links.")
     usable = [each for each in flat if each.batch]
     if not usable:
         remedy = "--tp N simulates a replica on several devices." if tp is None else ""
@@ -207,11 +208,9 @@ def on_device(config: EngineConfig, named: Collection[str], device: str) -> Engi
         raise ConfigError("device", f"{own} is not what --gpu {device} simulates", f"Write {kind}, or leave it out.")
     unset = {name: None for name, described in options(EngineConfig) if described.on and name not in named}
     checked = resolve(replace(config, **unset), kind)  # type: ignore[arg-type]
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if (size := getattr(checked, name)) not in (1, AUTO):
-            raise ConfigError(
-                name, f"{size} is not simulated: --gpu cpu has the times of all CPUs together", "Leave it out, or use --steps."
-            )
+    if (stages := checked.pipeline_parallel_size) > 1:
+        reason = f"{stages} is not simulated: stages compute steps at the same time"
+        raise ConfigError("pipeline_parallel_size", reason, "Leave it out, or use --steps.")
     return checked
 
 
