@@ -40,6 +40,7 @@
     |- AttemptFailed               at a foreign server; holds the error that clients get where no other attempt follows
     |- Unavailable                 no replica can take the request now -> 503
     |  |- Draining                 the gateway shuts down -> 503
+    |  |- Moved                    gateway: a waiting request goes to a replica that came
     |  `- ReplicaLost              the replica of a running stream is gone -> 503
     |- DeadlineExceeded            the answer is incomplete -> 504
     |  `- DeadlineBeforeStart      nothing was computed -> 504

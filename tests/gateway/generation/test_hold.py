@@ -219,6 +219,14 @@ async def test_a_live_fallback_answers_at_once(text: TextModel) -> None:
         assert virtual_loop().time() == began
 
 
+async def test_a_fallbacks_answer_shows_that_the_model_is_wanted(text: TextModel) -> None:
+    cub = {"name": "cub", "folder": "/nowhere", "replicas": [{"name": "of-cub", "address": "unix:/nowhere"}]}
+    async with open_bench(text, models=[{**ASLEEP, "fallbacks": {"failed": ["cub"]}}, cub]) as bench:
+        assert ((await bench.chat()).json()["model"], held(bench)) == ("cub", 1)
+        await asyncio.sleep(31.0)
+        assert held(bench) == 0
+
+
 def test_a_model_without_replicas_needs_a_reason() -> None:
     with pytest.raises(ConfigError, match="starts_on_demand"):
         gateway_config(models=[{**ASLEEP, "starts_on_demand": False}])

@@ -53,6 +53,26 @@ def test_a_replica_serves_once_it_has_loaded_and_costs_from_its_start_on() -> No
     assert [(change.at_s, change.num_replicas) for change in site.changes] == [(0.0, 1), (10.0, 2)]
 
 
+def waits(monkeypatch: pytest.MonkeyPatch | None) -> list[float]:
+    """To the first token, of 32 requests at once: one replica takes eight rounds of 10 s for them, and another one comes after 10 s.
+
+    monkeypatch: nothing moves
+    """
+    if monkeypatch is not None:
+        monkeypatch.setattr("headrace.lab.simulate.site.moving", lambda *_, **__: [])
+    wished = Wished(lambda now: 2 if now >= 5 else 1)
+    site = SimulatedSite([MODEL], scaling=Scaling(policy=wished, load_s=5.0, hold_s=1000.0))
+    records = site.run([Arrival(0.01 * number, (number,) * 32, 20) for number in range(32)])
+    assert [record.output_tokens for record in records] == [20] * 32
+    return sorted(record.ttft_s for record in records if record.ttft_s is not None)
+
+
+def test_requests_in_a_queue_move_to_a_replica_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    moving, staying = waits(None), waits(monkeypatch)
+    assert staying[-1] == pytest.approx(70.0, abs=2.0)
+    assert moving[-1] == pytest.approx(40.0, abs=5.0)
+
+
 def test_what_comes_while_no_replica_is_there_waits_for_one() -> None:
     site = SimulatedSite([MODEL], scaling=Scaling(policy=Wished(lambda now: int(now >= 30)), load_s=15.0, hold_s=100.0))
     (record,) = site.run([Arrival(20.0, (1,) * 32, 4)])

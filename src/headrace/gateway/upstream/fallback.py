@@ -69,7 +69,14 @@ class FallbackUpstream(Upstream):
         """Foreign servers that may answer are asked instead."""
         places = server_places(self.server_names, wishes)
         is_own = OWN_ENGINES in places and (len(places) == 1 or not self.foreign.is_alive)
-        return self.own.hold(terms, unsent, wishes) if is_own else None
+        if is_own:
+            return self.own.hold(terms, unsent, wishes)
+        if OWN_ENGINES in places:
+            self.own.note_wanted()
+        return None
+
+    def note_wanted(self) -> None:
+        self.own.note_wanted()
 
     @property
     def num_held(self) -> int:

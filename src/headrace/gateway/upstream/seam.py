@@ -397,6 +397,10 @@ class Upstream(ABC):
         """None: the request need not wait for a replica of ours, or none would come. Raises Unavailable where too many wait."""
         return None
 
+    def note_wanted(self) -> None:
+        """Something else answers a request for it."""
+        return
+
     @property
     def num_held(self) -> int:
         return 0

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from headrace.core.errors import ConfigError, Overloaded
 from headrace.core.ids import RequestId
+from headrace.core.load import LoadSnapshot
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import FinishReason, Rejected
@@ -29,8 +30,6 @@ from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, Se
 from headrace.policy.routing.prefix_index import PrefixIndex, prompt_chunks
 from headrace.policy.routing.replicas import DEFAULT_POLICY, POLICIES, choose
 from headrace.policy.scaling.autoscaler import ScalingFacts
-
-UNAVAILABLE_RETRY_S = 1.0
 
 MAX_REQUESTS = 1_000_000
 MAX_OUTPUT_TOKENS = 50_000_000
@@ -64,7 +63,12 @@ class _Open:
 
 @dataclass(slots=True)
 class _Place:
-    """replica: None while it loads or is down; generation: number of losses; sent: since its last report, by each gateway"""
+    """
+    replica     None while it loads or is down
+    generation  number of losses
+    sent        since its last report, by each gateway
+    left_by     its report when waiting requests last moved away
+    """
 
     number: int
     model: SimulatedModel
@@ -75,13 +79,14 @@ class _Place:
     open: dict[RequestId, _Open] = field(default_factory=dict)
     is_leaving: bool = False
     is_given_back: bool = False
+    left_by: LoadSnapshot | None = None
 
     def candidate(self, gateway: int) -> Candidate:
         return Candidate(ReplicaId(str(self.number)), None if self.replica is None else self.replica.report, self.sent[gateway])
 
     def waiting(self, gateway: int) -> list[RequestId]:
         """As far as the gateway knows: the last ones that it sent and that have no token."""
-        if self.replica is None:
+        if self.replica is None or self.replica.report is self.left_by:
             return []
         num_waiting = self.replica.report.num_waiting + self.sent[gateway].num_requests
         unbegun = [name for name, request in self.open.items() if request.gateway == gateway and not request.times]
@@ -205,7 +210,7 @@ class SimulatedSite:
         return mean_output_tokens(sum(sum(each.finished.values()) for each in counters), sum(each.generation_tokens for each in counters))
 
     def _send(self, request: _Open, now: float) -> None:
-        """Without a replica a new request is refused, and a begun one waits."""
+        """Without a replica it waits."""
         running = {ReplicaId(str(place.number)): place for place in self._serving()}
         arrival, gateway, index = request.arrival, request.gateway, self._indexes[request.gateway]
         chunks = self._chunks(request)
@@ -224,9 +229,6 @@ class SimulatedSite:
         )
         longest, first_new = index.find(chunks)
         chosen = choose(self._routing, candidates, decision, longest=longest, first_new=first_new)
-        if chosen is None and not request.attempt and self._scaling is None:
-            self._end(request, now, status=503, error="refused", detail="no replica runs", retry_after_s=UNAVAILABLE_RETRY_S)
-            return
         if chosen is None:
             self._waiting.append(request)
             self._at(now + (self._failover_s if self._scaling is None else self._scaling.hold_s), lambda at: self._give_up(request, at))
@@ -255,8 +257,9 @@ class SimulatedSite:
         if new.replica is None or new.is_leaving or new.generation != generation:
             return
         still = {(place.number, name) for place in self._places for name in place.waiting(gateway)}
+        waited = [(place, name) for place, name in waited if name in place.open and not place.open[name].times]
         left = [(place, name) for place, name in waited if (place.number, name) in still]
-        if not left:
+        if not waited:
             return
         size = RequestSize(self._num_prompt_tokens // max(1, self._num_arrived), self._expected_output_tokens())
         queues = {each.replica_id: each for each in (place.candidate(gateway) for place, _ in left)}
@@ -264,11 +267,12 @@ class SimulatedSite:
         for moved in moving(names, queues, new.candidate(gateway), size, block_size=self._block_size):
             place, name = left[moved]
             assert place.replica is not None
+            place.left_by = place.replica.report
             place.replica.engine.cancel(name)
             request = place.open.pop(name)
             self._submit(new, request, now, self._chunks(request))
             self._give_back_if_done(place, now)
-        self._at(now + MOVES_EVERY_S, lambda at: self._move_waiting(gateway, new, generation, left, at))
+        self._at(now + MOVES_EVERY_S, lambda at: self._move_waiting(gateway, new, generation, waited, at))
 
     # -- a replica ---------------------------------------------------------------------------------------------------------------
 
@@ -327,7 +331,7 @@ class SimulatedSite:
     def _give_up(self, request: _Open, now: float) -> None:
         if request in self._waiting:
             self._waiting.remove(request)
-            self._end(request, now, status=503, error="unavailable", detail="its replica was lost")
+            self._end(request, now, status=503, error="unavailable", detail="no replica came")
 
     def _revive(self, place: _Place, now: float) -> None:
         if place.is_given_back:

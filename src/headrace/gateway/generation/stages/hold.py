@@ -16,6 +16,8 @@ from headrace.policy.holding import FULL_RETRY_S, HeldTerms
 
 async def hold(call: Call, call_next: CallNext, *, clock: Clock, watch: StreamWatch) -> Ready:
     """A continued stream does not wait here. Raises Unavailable where the wait is over or too many wait, and DeadlineBeforeStart."""
+    if call.model is not call.asked:
+        call.asked.upstream.note_wanted()
     is_answered = call.has_fallback or call.earlier is not None
     held = None if is_answered else call.model.upstream.hold(lambda: _terms(call), call.unsent, call.parsed.routing)
     if held is not None:

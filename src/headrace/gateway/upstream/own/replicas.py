@@ -71,6 +71,8 @@ TICK_S = 0.1
 
 MOVE_AFTER_S = 2.0
 
+WANTED_S = 30.0
+
 RETRY_S = 0.5
 """A replica that is ready and takes no call may be full."""
 
@@ -125,6 +127,7 @@ class ReplicaPool:
         self.retired: tuple[Replica, ...] = ()
         self.unavailable, self.starts_on_demand = "", False
         self._held = HeldRequests(totals or HeldTotals(), clock)
+        self._wanted_until = clock()
         self._connected_before: frozenset[Replica] = frozenset()
         self.failover_s, self.routing = failover_s, routing
         self.resume_budget = RetryBudget(share=RESUME_SHARE, burst=RESUME_BURST)
@@ -235,7 +238,11 @@ class ReplicaPool:
 
     @property
     def num_held(self) -> int:
-        return len(self._held)
+        """Also 1 for WANTED_S after something else has answered for a model without a replica."""
+        return len(self._held) or int(self.is_asleep and self.clock() < self._wanted_until)
+
+    def note_wanted(self) -> None:
+        self._wanted_until = self.clock() + WANTED_S
 
     def hold(self, terms: Callable[[], HeldTerms], unsent: UnsentRequest | None) -> Hold | None:
         """None: the request need not wait, or no replica would come. Raises Unavailable at a bound."""

@@ -80,6 +80,9 @@ class TokenUpstream(Upstream):
     def hold(self, terms: Callable[[], HeldTerms], unsent: UnsentRequest | None, wishes: RoutingWishes) -> Hold | None:
         return self._pool.hold(terms, unsent)
 
+    def note_wanted(self) -> None:
+        self._pool.note_wanted()
+
     @property
     def num_held(self) -> int:
         return self._pool.num_held
