@@ -82,6 +82,14 @@ def test_a_goal_for_the_first_token_shortens_the_wait_and_never_lengthens_it() -
     assert RULES.wait_bound_s(100.0, 100.0, is_overloaded=True) == RULES.max_wait_s
 
 
+def test_while_a_replica_starts_an_overload_allows_every_wait_but_the_longest() -> None:
+    long = QueueState(40, RULES.max_wait_s, is_overloaded=True)
+    assert outcome(long) is AdmissionOutcome.REFUSED
+    assert outcome(replace(long, is_growing=True)) is AdmissionOutcome.QUEUED
+    assert outcome(replace(long, wait_s=RULES.max_wait_s + 0.1, is_growing=True)) is AdmissionOutcome.REFUSED
+    assert decide(replace(long, is_growing=True), rules=RULES, ttft_goal_s=2.0).outcome is AdmissionOutcome.REFUSED, "a goal is a goal"
+
+
 def test_a_lasting_overload_allows_a_short_wait_and_a_peak_a_longer_one() -> None:
     """The times of quick answers, of slow ones, and of answers that take longer than anybody may wait."""
     for answer_s, short_s, peak_s in ((0.3, 0.5, 8.0), (0.7, 0.7, 8.0), (6.0, 6.0, 8.0), (50.0, 8.0, 8.0)):

@@ -16,7 +16,7 @@ from typing import Any
 
 from fleet_source import FileSource
 
-from headrace.fleet.config import FleetConfig, ModelSpec
+from headrace.fleet.config import FleetConfig, ModelSpec, ReplicaRange
 from headrace.fleet.supervisor import FleetReady, run_fleet
 from headrace.machine.standard_streams import prepare_standard_streams
 from headrace.observe.logs import set_up_logging
@@ -40,6 +40,8 @@ def config_of(given: dict[str, Any]) -> FleetConfig:
                 folder=folder,
                 aliases=tuple(model.get("aliases", ())),
                 replicas=model.get("replicas", 1),
+                autoscale=ReplicaRange(**model["autoscale"]) if "autoscale" in model else None,
+                standby=model.get("standby", 0),
                 engine={**engine, **model.get("engine", {})},
             )
             for name, model in models.items()

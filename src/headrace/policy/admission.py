@@ -40,6 +40,7 @@ class QueueState:
     """depth      waiting sequences that are served before the request, at the replica with the shortest wait
     num_slots  sequences that the replica runs at once, where engines serve tenants in turns; 0: engines do not distinguish tenants
     answer_s   predicted seconds of a mean answer of the model at that replica, if it ran alone; 0: not known
+    is_growing  another replica of the model is starting
     """
 
     depth: int
@@ -47,6 +48,7 @@ class QueueState:
     num_slots: int = 0
     answer_s: float = 0.0
     is_overloaded: bool = False
+    is_growing: bool = False
 
     def at_turn(self, turn: TenantTurn) -> QueueState:
         """The part of the queue that is served before a tenant's newest request.
@@ -114,6 +116,8 @@ def queue_state(load: LoadSnapshot, sent: SentSince, size: RequestSize, *, lowes
 
 
 def _bound_s(queue: QueueState, rules: AdmissionRules, ttft_goal_s: float | None) -> float:
+    if queue.is_growing:  # the wait is predicted without that replica
+        return rules.longest_s(ttft_goal_s)
     return rules.wait_bound_s(queue.answer_s, ttft_goal_s, is_overloaded=queue.is_overloaded)
 
 
@@ -143,7 +147,7 @@ class OverloadWatch:
         self._watch_from(0.0, 0, has_begun_long=False)
 
     def seen(self, queue: QueueState, now: float) -> QueueState:
-        return replace(queue, is_overloaded=now < self._until)
+        return replace(queue, is_overloaded=now < self._until and not queue.is_growing)
 
     def arrive(self, queue: QueueState, rules: AdmissionRules, *, num_open: int, now: float) -> QueueState:
         short_s = rules.short_wait_s(queue.answer_s)
@@ -161,7 +165,7 @@ class OverloadWatch:
 
     def refuse(self, queue: QueueState, rules: AdmissionRules, *, now: float) -> None:
         """A refusal by the goal of a tier alone changes nothing."""
-        if queue.wait_s > rules.wait_bound_s(queue.answer_s, None, is_overloaded=queue.is_overloaded):
+        if queue.wait_s > _bound_s(queue, rules, None):
             self._until = now + CALM_WAITS * rules.short_wait_s(queue.answer_s)
 
     def _watch_from(self, now: float, num_open: int, *, has_begun_long: bool) -> None:

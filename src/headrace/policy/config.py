@@ -71,5 +71,9 @@ class AdmissionRules:
     def wait_bound_s(self, answer_s: float, ttft_goal_s: float | None, *, is_overloaded: bool) -> float:
         """Longest predicted wait in seconds that a request of any class may join. ttft_goal_s: the tier's TTFT goal, None: it has none"""
         short_s = self.short_wait_s(answer_s)
-        bound_s = short_s if is_overloaded else min(self.max_wait_s, max(PEAK_WAIT_S, PEAK_ANSWERS * answer_s))
-        return bound_s if ttft_goal_s is None else min(bound_s, GOAL_SHARE * ttft_goal_s)
+        bound_s = short_s if is_overloaded else max(PEAK_WAIT_S, PEAK_ANSWERS * answer_s)
+        return min(bound_s, self.longest_s(ttft_goal_s))
+
+    def longest_s(self, ttft_goal_s: float | None) -> float:
+        """Whatever the load is."""
+        return self.max_wait_s if ttft_goal_s is None else min(self.max_wait_s, GOAL_SHARE * ttft_goal_s)

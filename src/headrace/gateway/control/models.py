@@ -122,7 +122,7 @@ class ModelOpener:
                 on_closed=partial(self.on_closed, config.name),
                 totals=self._held,
             )
-            pool.unavailable, pool.starts_on_demand = config.unavailable, config.starts_on_demand
+            _describe(pool, config)
             await stack.enter_async_context(pool)
             upstream = self._engines(config, text, pool, foreign)
             return OpenModel(config, self._served(config, upstream), stack.pop_all(), foreign, text, pool, replicas)
@@ -148,7 +148,7 @@ class ModelOpener:
         def apply() -> None:
             if model.pool is not None:
                 model.pool.change(add=add.values(), retire=retire.values())
-                model.pool.unavailable, model.pool.starts_on_demand = config.unavailable, config.starts_on_demand
+                _describe(model.pool, config)
             model.replicas = {known: replica for known, replica in (model.replicas | add).items() if known not in retire}
             model.config, model.served, model.text = config, served, text
 
@@ -187,6 +187,11 @@ class ModelOpener:
 
         sources = self._sources
         return open_upstream(config.name, config.upstreams, clock=sources.clock, unix_time=sources.unix_time, random=sources.random)
+
+
+def _describe(pool: ReplicaPool, config: ModelConfig) -> None:
+    pool.unavailable, pool.starts_on_demand = config.unavailable, config.starts_on_demand
+    pool.is_supervised = config.num_wanted is not None
 
 
 def _circuits(before: OpenModel | None, config: ModelConfig) -> dict[ReplicaConfig, ReplicaCircuit]:

@@ -106,6 +106,7 @@ class Glance(NamedTuple):
 
 class ReplicaPool:
     """unavailable    why there is no replica, in words that clients may read; empty if there are some, or `starts_on_demand`
+    is_supervised  the supervisor that wrote the configuration starts its replicas, and drops one that cannot start
     failover_s, routing  as in `PoolRules`
     """
 
@@ -125,7 +126,7 @@ class ReplicaPool:
         self.model = model
         self.replicas = tuple(replicas)
         self.retired: tuple[Replica, ...] = ()
-        self.unavailable, self.starts_on_demand = "", False
+        self.unavailable, self.starts_on_demand, self.is_supervised = "", False, False
         self._held = HeldRequests(totals or HeldTotals(), clock)
         self._wanted_until = clock()
         self._connected_before: frozenset[Replica] = frozenset()
@@ -267,8 +268,13 @@ class ReplicaPool:
         """The longest wait for a replica; 0: none would come."""
         if not self.replicas:
             return HOLD_S if self.is_asleep else 0.0
-        may_come = not self._ever_connected().issuperset(self.replicas) or any(replica.is_asleep for replica in self.replicas)
+        may_come = self._has_new or any(replica.is_asleep for replica in self.replicas)
         return HOLD_S if may_come else self.failover_s
+
+    @property
+    def _has_new(self) -> bool:
+        """A replica that was never connected."""
+        return not self._ever_connected().issuperset(self.replicas)
 
     def _ever_connected(self) -> frozenset[Replica]:
         connected = frozenset([replica for replica in self.replicas if replica.connection.info is not None])
@@ -365,7 +371,9 @@ class ReplicaPool:
         queues.sort(key=lambda queue: (queue[0].wait_s, queue[0].depth))
         if glance is not None and len(replicas) > NUM_SHORTEST:
             glance.shortest[lowest] = [replica for _, _, replica in queues[:NUM_SHORTEST]]
-        return replace(queues[0][0], num_slots=queues[0][1]) if queues else None
+        # Among many one more makes no difference.
+        is_growing = self.is_supervised and len(self.replicas) <= FEW and self._has_new
+        return replace(queues[0][0], num_slots=queues[0][1], is_growing=is_growing) if queues else None
 
     def note_sent(self, replica: Replica, chunks: Sequence[int] = ()) -> ReplicaAttempt:
         """The caller must report the outcome to the result. chunks: of the prompt that was sent"""
