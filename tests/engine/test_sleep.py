@@ -138,6 +138,24 @@ def test_what_does_not_sleep_says_so(cache: Path) -> None:
             ask(engine, SleepLevel.RAM)
 
 
+def test_memory_bytes_bounds_weights_cache_and_steps_together() -> None:
+    """The cache gets all of the rest, and what does not fit is refused before weights are read."""
+    sized = {**OPTIONS, "num_kv_blocks": None, "max_num_seqs": 64, "max_model_len": 2048}
+    taken = {}
+    for memory_bytes in (240 << 20, 248 << 20):
+        with RealEngine(MODEL, **sized, memory_bytes=memory_bytes) as engine:
+            info = engine.engine.info
+            taken[memory_bytes] = sum(
+                count * group.block_bytes(info.block_size) for count, group in zip(info.num_blocks, info.kv_groups, strict=True)
+            )
+            assert any(line.startswith("KV memory: 1 x (") and "free by memory_bytes" in line for line in info.decided)
+    small, large = taken.values()
+    assert 0 < small < 240 << 20
+    assert large - small == pytest.approx(8 << 20, abs=1 << 16)
+    with pytest.raises(ConfigError, match=r"model: .* of bfloat16 weights do not fit the 1\.00 MiB that memory_bytes leaves"):
+        RealEngine(MODEL, **sized, memory_bytes=1 << 20)
+
+
 @pytest.mark.timing
 def test_the_memory_of_a_full_cache_goes_back_to_the_system(cache: Path, figure: Figure) -> None:
     with RealEngine(MODEL, **{**OPTIONS, "num_kv_blocks": 40_000, "max_num_seqs": 256, "max_num_batched_tokens": 2048}) as engine:

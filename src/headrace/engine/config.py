@@ -127,6 +127,13 @@ class EngineConfig:
         high=1,
         is_common=True,
     )
+    memory_bytes: int | None = option(
+        None,
+        "Most bytes of weights, KV cache and a step together, instead of a share of memory.",
+        flags=(),
+        shown="from `memory_fraction`",
+        low=1,
+    )
     enable_prefix_caching: bool = option(
         True, "Keep the KV of finished prompts, so that equal beginnings are not computed again.", is_common=True
     )

@@ -173,7 +173,8 @@ def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
         return pools.within(config.kv_cache_bytes), f"KV memory: {describe_bytes(config.kv_cache_bytes)}, as kv_cache_bytes says"
     held, num_ranks = budget.weight_bytes + budget.draft_bytes, budget.num_ranks
     reserved = held + budget.activation_bytes + budget.adapter_bytes
-    kv_bytes = int(config.memory_fraction * (budget.available_bytes + num_ranks * held)) - reserved
+    fraction = config.memory_fraction if config.memory_bytes is None else 1.0
+    kv_bytes = int(fraction * (budget.available_bytes + num_ranks * held)) - reserved
     free, weights, step = (describe_bytes(n) for n in (budget.available_bytes, budget.weight_bytes, budget.activation_bytes))
     adapters = (
         f"- {describe_bytes(budget.adapter_bytes)} for {config.num_cpu_loras} adapters, one more while it is read "
@@ -183,7 +184,7 @@ def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
     ranks = f"{num_ranks} x " if num_ranks > 1 else ""
     draft = f" + {ranks}{describe_bytes(budget.draft_bytes)} of a draft model" if budget.draft_bytes else ""
     line = (
-        f"KV memory: {config.memory_fraction:g} x ({free} free by {budget.source} + {ranks}{weights} weights{draft}) "
+        f"KV memory: {fraction:g} x ({free} free by {budget.source} + {ranks}{weights} weights{draft}) "
         f"- weights - {step} for a step {adapters}= {describe_bytes(kv_bytes)}"
     )
     within, enough = pools.within(kv_bytes), config.max_num_seqs * pools.blocks_for(pools.max_model_len)
@@ -222,7 +223,8 @@ def _too_small(pools: _Pools, length: int, line: str) -> ConfigError:
     elif config.kv_cache_bytes is not None:
         option, remedy = "kv_cache_bytes", f"Use at least {needed:,} or a smaller max_model_len."
     else:
-        option, remedy = "memory_fraction", "Free memory, raise memory_fraction, or use a smaller max_model_len."
+        option = "memory_fraction" if config.memory_bytes is None else "memory_bytes"
+        remedy = f"Free memory, raise {option}, or use a smaller max_model_len."
     return ConfigError(
         option,
         f"one sequence of {wanted:,} tokens needs {describe_bytes(needed)} of KV cache, what there is holds {max(length, 0):,} ({line})",

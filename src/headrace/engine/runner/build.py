@@ -147,12 +147,10 @@ def build(
     )
     numerics = _numerics(config, choices, loaded)
     weights = None if numerics[WEIGHTS] or loaded.weights is None else loaded.weights.compute
-    info = _model_info(config, part, sizing, decided, numerics, peaks)
-    info = info if adapters is None else info.with_adapters(adapters.digests)
-    preparer = GrammarPreparer(compiler, grammars)
+    info = _model_info(config, part, sizing, decided, numerics, peaks).with_adapters({} if adapters is None else adapters.digests)
+    preparer, memory = GrammarPreparer(compiler, grammars), RunnerMemory(config, loaded, kv)
     ranks = None if group is None else RankMeter(group.peers, config.parallelism)
     read_experts, read_gpu = lambda: loaded.model.expert_tokens, DEVICES[config.device].read_gpu
-    memory = RunnerMemory(config, loaded, kv)
     return Built(runner, info, weights, preparer, adapters, unwritten, read_gpu, read_experts, group, ranks, memory)
 
 
