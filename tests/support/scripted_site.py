@@ -154,6 +154,7 @@ class ScriptedProcess:
         return ""
 
     async def _serve(self) -> None:
+        self._script.asleep.pop(self.label, None)
         if reason := self._script.failing.get(self.label) or ("" if self.is_gateway else self._take_adapters()):
             self.failure = Failure(reason, can_retry=False)
             self._end(78)

@@ -58,6 +58,7 @@ class ModelSpec:
     """folder      resolved (`fleet.weights.resolve_model`); None: only foreign servers answer
     source      what the file calls it
     replicas    engine processes, at the start where the load decides; none without a folder or beside `remote`
+    sleeps      its engine shares `sleep_budget_bytes`
     autoscale   None: an operator alone decides
     adapters    name -> folder
     kubernetes  the engines are its pods; `remote` then has one entry, for what all of them have alike
@@ -70,6 +71,7 @@ class ModelSpec:
     replicas: int = 1
     autoscale: ReplicaRange | None = None
     standby: int = 0
+    sleeps: bool = False
     engine: Mapping[str, object] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
     remote: tuple[Mapping[str, object], ...] = ()
@@ -152,6 +154,14 @@ class FleetOptions:
         reload=Reload.LIVE,
         role=Role.OPERATOR,
     )
+    sleep_budget_bytes: int | None = option(
+        None,
+        "Bytes that the engines of the models with `sleeps` may take together while they are awake "
+        "([fleet.md](fleet.md#several-models-on-one-machine)).",
+        shown="none sleeps",
+        low=1,
+        role=Role.OPERATOR,
+    )
     admin: AdminListen | None = option(None, "The operator's commands from other machines.", role=Role.OPERATOR)
     site_key: str = option(
         "",
@@ -178,6 +188,8 @@ class FleetConfig(FleetOptions):
         names: set[str] = set()
         for index, model in enumerate(self.models):
             _check_model(f"models[{index}]", model, names)
+            if model.sleeps:
+                _check_sleeps(f"models[{index}]", model, self.sleep_budget_bytes)
         for route in self.routes:
             check_free_name(f"routes.{route}", route, names)
         if "models" in self.gateway:
@@ -190,6 +202,12 @@ class FleetConfig(FleetOptions):
         if self.admin is not None:
             self.admin.checked()
         return self
+
+    def engine_options(self, model: ModelSpec) -> Mapping[str, object]:
+        """An engine that shares the budget has all of it unless its options say less."""
+        if not model.sleeps or model.engine.get("memory_bytes") is not None:
+            return model.engine
+        return {**model.engine, "memory_bytes": self.sleep_budget_bytes}
 
     @property
     def key_variables(self) -> frozenset[str]:
@@ -291,6 +309,28 @@ def _check_range(where: str, replicas: int, autoscale: ReplicaRange) -> None:
         raise ConfigError(f"{where}.replicas", f"{replicas} is outside autoscale, {autoscale.min}..{autoscale.max}", remedy)
 
 
+def _check_sleeps(where: str, model: ModelSpec, budget_bytes: int | None) -> None:
+    if budget_bytes is None:
+        raise ConfigError("sleep_budget_bytes", f"is missing, and {where} sleeps", "Give the bytes that awake engines may take together.")
+    if model.replicas != 1:
+        raise ConfigError(f"{where}.replicas", f"{model.replicas} is not 1 for a model that sleeps", "Leave it out.")
+    for name in ("autoscale", "standby"):
+        if getattr(model, name):
+            raise ConfigError(f"{where}.{name}", "is for models that do not sleep", "Leave one of them out.")
+    options, own_bytes = model.engine, model.engine.get("memory_bytes")
+    speculation = options.get("speculative_config")
+    for name, is_refused in (
+        ("engine.tensor_parallel_size or engine.pipeline_parallel_size", model.num_ranks > 1),
+        ("engine.device", options.get("device", "cpu") == "cuda"),
+        ("engine.speculative_config.model", isinstance(speculation, Mapping) and bool(speculation.get("model"))),
+    ):
+        if is_refused:
+            raise ConfigError(f"{where}.{name}", "is of an engine that cannot sleep (docs/engine.md#sleep)", "Leave one of them out.")
+    if own_bytes is not None and int(str(own_bytes)) > budget_bytes:
+        reason = f"{own_bytes:,} is more than sleep_budget_bytes ({budget_bytes:,})"
+        raise ConfigError(f"{where}.engine.memory_bytes", reason, "Give it less, or raise the budget.")
+
+
 def _check_foreign_names(where: str, model: ModelSpec) -> None:
     names_of_replicas = re.compile(re.escape(replica_prefix(model.name)) + r"-\d+")
     for index, upstream in enumerate(model.upstreams):
@@ -314,7 +354,7 @@ STORES = {"state": "state", "store": "gateway.store", "sessions": "gateway.sessi
 
 
 def runs_alike(before: ModelSpec, after: ModelSpec) -> bool:
-    return (before.folder, dict(before.engine)) == (after.folder, dict(after.engine))
+    return (before.folder, before.sleeps, dict(before.engine)) == (after.folder, after.sleeps, dict(after.engine))
 
 
 def with_choices_of_start(before: FleetConfig, after: FleetConfig) -> FleetConfig:

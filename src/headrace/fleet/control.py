@@ -205,6 +205,8 @@ class FleetControl:
                 say(hear, f"{model}: {workload.workload} had {counted(before, 'pod')}, {replicas} are wanted now; they are used once ready")
                 return []
             self._known(model)
+            if replicas > 1 and self._sleeps(model):
+                raise ConfigError(f"{model}={replicas}", "is more than the one replica of a model that sleeps")
 
             def command(deployment: Deployment) -> list[ModelProgress]:
                 deployment.scale_model(model, replicas)
@@ -216,6 +218,8 @@ class FleetControl:
 
     async def change_sleep(self, model: str, level: SleepLevel | None, hear: Hear = no_operator) -> list[str]:
         """Returns once every replica of the model sleeps, or with None is awake. Each finishes its requests first."""
+        if self._sleeps(model):
+            raise ConfigError("MODEL", f"{model} sleeps and wakes by itself, as requests come", "Its `sleeps` in the file says so.")
         names = [replica.name for replica in self._reconciler.deployment.listed(self._known(model))]
         serving = {name: asked for name in names if (asked := self._reconciler.processes[name].keeper.asked) is not None}
         if not serving:
@@ -244,6 +248,9 @@ class FleetControl:
     def _workload_of(self, model: str) -> KubernetesService | None:
         services = [spec.kubernetes for spec in self._reconciler.config.models if spec.name == model]
         return next((service for service in services if service is not None and service.workload), None)
+
+    def _sleeps(self, model: str) -> bool:
+        return any(spec.sleeps for spec in self._reconciler.config.models if spec.name == model)
 
     def _known(self, model: str) -> str:
         targets = self._reconciler.deployment.targets
@@ -338,7 +345,7 @@ class FleetControl:
             "revision": replica.revision,
             "pids": [*process.keeper.pids],
             "starts": process.keeper.num_starts,
-            "reason": process.why_failed or reason,
+            "reason": process.why_failed or reconciler.slices.why_down(name) or reason,
         }
 
 

@@ -120,7 +120,7 @@ def write_engine_files(
         "replica": replica.name,
         "address": replica.address,
         "drain_timeout_s": config.drain_timeout_s,
-        "engine": {**model.engine, "model": str(model.folder)},
+        "engine": {**config.engine_options(model), "model": str(model.folder)},
     }
     for rank, path in enumerate(configs):
         of_group = {"rank": rank, "rendezvous": rendezvous_of(replica.config)} if world > 1 else {}

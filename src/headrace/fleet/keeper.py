@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from signal import Signals
 
 from headrace.core.backoff import Backoff
@@ -30,6 +30,9 @@ MAX_START_FAILURES = 3
 RELOAD_TIMEOUT_S = 60.0
 
 
+Turn = Callable[[], Awaitable[None]]
+
+
 class FleetFailed(HeadraceError):
     """A process cannot be kept running."""
 
@@ -37,14 +40,15 @@ class FleetFailed(HeadraceError):
 class ProcessKeeper:
     """ready: set once a process has served for the first time; load_s: from its launch until then, of the last one"""
 
-    def __init__(self, label: str, launch: Launch, *, start_timeout_s: float = 0.0) -> None:
-        """start_timeout_s: until a process that has not served is killed; 0: never"""
+    def __init__(self, label: str, launch: Launch, *, start_timeout_s: float = 0.0, turn: Turn | None = None) -> None:
+        """start_timeout_s: until a process that has not served is killed; 0: never. turn: waited for before each start"""
         self.label = label
         self.ready = asyncio.Event()
         self.facts: dict[str, object] = {}
         self.num_starts = 0
         self.load_s: float | None = None
         self._launch = launch
+        self._turn = turn
         self._child: Child | None = None
         self._stopping = asyncio.Event()
         self._start_timeout_s = start_timeout_s
@@ -115,7 +119,7 @@ class ProcessKeeper:
         """Raises ConfigError or FleetFailed when trying again is useless. Leaves no process behind."""
         backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, STABLE_S)
         num_failures = 0
-        while not self._stopping.is_set():
+        while await self._has_turn():
             lived_s = await self._run_once()
             if self._stopping.is_set():
                 return
@@ -125,6 +129,17 @@ class ProcessKeeper:
             pause_s = backoff.pause_s(lived_s)
             log.warning("%s; starting it again in %.1f s", self._reason(), pause_s)
             await self._pause(pause_s)
+
+    async def _has_turn(self) -> bool:
+        """False: it is stopping."""
+        if self._turn is not None and not self._stopping.is_set():
+            waits = [asyncio.ensure_future(wait) for wait in (self._turn(), self._stopping.wait())]
+            try:
+                await first_of(*waits)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        return not self._stopping.is_set()
 
     async def _run_once(self) -> float:
         """Returns the seconds that the process served."""

@@ -23,6 +23,7 @@ from headrace.fleet.files import gateway_content
 from headrace.fleet.gateways import GatewayFile, GatewayGroup, GatewaysView, TextRefused, why_unavailable
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.launcher import Launcher
+from headrace.fleet.placement import EngineSlices
 from headrace.fleet.replica_processes import ReplicaProcess, ReplicaProcesses
 from headrace.machine.resources import why_crowded
 from headrace.policy.canary import MAX_WAIT_S, MIN_REQUESTS, ServedCounts
@@ -63,7 +64,8 @@ class Reconciler:
         self._desired = DesiredState(config)
         self._wake = asyncio.Event()
         self.deployment = Deployment()
-        self.processes = ReplicaProcesses(folder, launcher, self._wake.set)
+        self.slices = EngineSlices(config.sleep_budget_bytes)
+        self.processes = ReplicaProcesses(folder, launcher, self._wake.set, self.slices.turn)
         self.adapters = EngineAdapters(read_lists(config), self.processes)
         for line in self.adapters.lists.lines():
             log.warning("%s", line)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -135,7 +135,9 @@ class ReplicaProcess:
 
 
 class ReplicaProcesses(Mapping[str, ReplicaProcess]):
-    def __init__(self, folder: Path, launcher: Launcher, on_change: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, launcher: Launcher, on_change: Callable[[], None], turn: Callable[[str], Awaitable[None]]) -> None:
+        """turn: waited for before each start of a replica whose model sleeps"""
+        self._turn = turn
         self._folder = folder
         self._launcher = launcher
         self._on_change = on_change
@@ -162,20 +164,27 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         adapters: Sequence[AdapterSource],
     ) -> None:
         """Raises ConfigError if the file cannot be written."""
-        share, number = self._share(config, deployment, replaces), next(self._numbers)
+        share, number = self._share(config, deployment, spec, replaces), next(self._numbers)
         files = write_engine_files(config, spec, self._folder, name=replica.name, number=number, share=share, adapters=adapters)
         launch = partial(self._launcher.launch, forward=True, withheld=config.key_variables)
         commands = [(*config.engine_command, "--config", str(path)) for path in files.configs]
         ranks = [partial(launch, rank_label(replica.name, rank), command) for rank, command in enumerate(commands)]
-        keeper = ProcessKeeper(replica.name, partial(launch_ranks, ranks), start_timeout_s=config.start_timeout_s)
+        turn = partial(self._turn, replica.name) if spec.sleeps else None
+        keeper = ProcessKeeper(replica.name, partial(launch_ranks, ranks), start_timeout_s=config.start_timeout_s, turn=turn)
         self._by_name[replica.name] = ReplicaProcess(files, spec, share, keeper, self._on_change)
 
-    def _share(self, config: FleetConfig, deployment: Deployment, replaces: str) -> MachineShare:
-        """The share of the replica it replaces, else the first free one. Where the load decides, there is one for each that may come."""
+    def _share(self, config: FleetConfig, deployment: Deployment, spec: ModelSpec, replaces: str) -> MachineShare:
+        """The share of the replica it replaces, else the first free one. Where the load decides, there is one for each that may come.
+        Engines that sleep have one together.
+        """
         most = {spec.name: spec.autoscale.max for spec in config.models if spec.autoscale is not None}
-        total = sum(most.get(name, target.num_replicas) + target.num_standby for name, target in deployment.targets.items())
+        sleepers = {spec.name for spec in config.models if spec.sleeps}
+        own = {name: target for name, target in deployment.targets.items() if name not in sleepers}
+        total = sum(most.get(name, target.num_replicas) + target.num_standby for name, target in own.items()) + bool(sleepers)
         stay = (ReplicaPhase.STARTING, ReplicaPhase.STANDBY, ReplicaPhase.SERVING)
         staying = {name for name, replica in deployment.replicas.items() if replica.phase in stay}
+        if shared := [process.share for name, process in self.items() if spec.sleeps and process.spec.sleeps and name in staying]:
+            return shared[0]
         taken = {process.share.index for name, process in self.items() if name != replaces and name in staying}
         wanted = [self[replaces].share.index] if replaces in self else []
         index = next(index for index in chain((each for each in wanted if each < total), count()) if index not in taken)

@@ -132,15 +132,17 @@ class Supervisor:
         reconciler.processes.launch()
         reconciling = asyncio.create_task(reconciler.run(), name="reconciler")
         watching = asyncio.create_task(HangWatch(reconciler).run(), name="hang watch")
+        slicing = asyncio.create_task(reconciler.slices.run(reconciler), name="slices")
         controlling = asyncio.create_task(self._control(folder, reconciler, stop, reload), name="control")
         discovering = asyncio.create_task(_discover(reconciler), name="discovery")
-        tasks = [*gateways, reconciling, watching, controlling, discovering]
+        tasks = [*gateways, reconciling, watching, slicing, controlling, discovering]
         try:
             await first_of(*tasks, stop.soft, stop.hard)
             for task in tasks:
                 if task.done():
                     task.result()
             watching.cancel()
+            slicing.cancel()
             return await self._drain(gateways, reconciler, stop)
         finally:
             for task in tasks:

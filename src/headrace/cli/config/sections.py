@@ -117,6 +117,11 @@ class ModelSection:
         high=MAX_REPLICAS,
         role=Role.OPERATOR,
     )
+    sleeps: bool = option(
+        False,
+        "Its engine is awake while it has requests or no other one waits for its memory: `sleep_budget_bytes`.",
+        flags=(),
+    )
     adapters: dict[str, str] = mapping(
         "LoRA adapters of its engines: the name that clients ask for -> a folder as PEFT saves it, or the name of a bundled one. They set "
         "`enable_lora`. A reload changes them in engines that run, and reads their folders again; the flag is `NAME=FOLDER ...`, or vLLM's "
@@ -274,6 +279,7 @@ class ServeConfig(FleetOptions):
                 replicas=model.num_engines,
                 autoscale=model.autoscale,
                 standby=model.standby,
+                sleeps=model.sleeps,
                 gateway=model.of_gateway,
             )
             if model.engine is not None:
@@ -297,6 +303,8 @@ def _checked_model(where: str, model: ModelSection, find: FindGpus) -> ModelSect
         if model.engine is None and getattr(model, name) != default and not (name == "autoscale" and model.has_workload):
             reason = "counts engines that are started here, and this model has none"
             raise ConfigError(f"{where}.{name}", reason, "Leave it out beside upstreams and remote.")
+    if model.engine is None and model.sleeps:
+        raise ConfigError(f"{where}.sleeps", "is of an engine that is started here, and this model has none", "Leave it out.")
     if model.engine is None and model.adapters:
         reason = "are of engines that are started here, and this model has none"
         raise ConfigError(f"{where}.adapters", reason, "Give them to `headrace engine --lora-modules`.")
