@@ -104,6 +104,8 @@ REFUSED: dict[str, tuple[Object, str]] = {
     "a port of https": ({"config": {"gateway": {"tls": {"certificate": "a", "key": "b"}}}}, "config.gateway.tls"),
     "metrics without a reader": ({"config": {"gateway": {"open_metrics": "none"}}, "serviceMonitor": {"enabled": True}}, "open_metrics"),
     "engines without certificates": ({"engines": {"enabled": True}}, "engines.tls"),
+    "ranks of which a pod would have the first alone": ({"engines": {**ENGINES, "args": ["-tp", "2"]}}, "engines.args: -tp"),
+    "another address of engines": ({"engines": {**ENGINES, "args": ["--listen=0.0.0.0:1"]}}, "engines.args: --listen=0.0.0.0:1 is set"),
     "engines that no model names": ({"engines": ENGINES}, "config.models: no model has remote.kubernetes.service demo-engines"),
     "a model that has its certificates elsewhere": ({"engines": ENGINES, "config": {"models": [far(tls_dir="/tls")]}}, "remote.tls_dir"),
     "a scaler of gateways that share their engines": (

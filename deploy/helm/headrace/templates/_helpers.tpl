@@ -196,6 +196,14 @@ scaleDown:
 {{- if ne $v.autoscaling.kind "none" }}
 {{- fail "autoscaling.kind: hpa and keda count the sequences of each pod's own engines, and gateway pods share those of engines.enabled." }}
 {{- end }}
+{{- range $v.engines.args }}
+{{- if regexMatch "^(-tp|-pp|--(tensor|pipeline)-parallel-size|--rank|--rendezvous)" . }}
+{{- printf "engines.args: %s is for a replica of several ranks, and a pod has one. Leave engines.enabled out: one pod has all of them." . | fail }}
+{{- end }}
+{{- if regexMatch "^--(listen|tls-dir|token-file|name|drain-timeout)" . }}
+{{- printf "engines.args: %s is set by the chart. Leave it out." . | fail }}
+{{- end }}
+{{- end }}
 {{- $service := printf "%s-engines" .Release.Name }}
 {{- $found := false }}
 {{- range $i, $model := $v.config.models }}
