@@ -44,6 +44,7 @@ class KubeServer:
     forbidden  pairs of verb and plural that the Role does not allow
     asked      verb, plural and name of each call, in order
     oldest     versions before it are forgotten
+    slow_s     before a call is carried out, and again before it is answered
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,6 +55,7 @@ class KubeServer:
         self.objects: dict[Key, Object] = {}
         self.version = 100
         self.oldest = 0
+        self.slow_s = 0.0
         self.port = 0
         self._history: list[tuple[int, str, Key, Object]] = []
         self._changed = asyncio.Condition()
@@ -163,7 +165,10 @@ class KubeServer:
             if verb == "watch":
                 return await self._watch(request, plural)
             body = json.loads(await request.read() or b"null")
-            return web.json_response(await self._answer(verb, plural, name, part, body, request))
+            await asyncio.sleep(self.slow_s)
+            answer = await self._answer(verb, plural, name, part, body, request)
+            await asyncio.sleep(self.slow_s)
+            return web.json_response(answer)
         except Refused as refused:
             return web.json_response(refused.body, status=refused.code)
 

@@ -17,6 +17,7 @@ from kube_kit import NAMESPACE, KubeServer, kube_server
 from patience import eventually
 from virtual_time import VirtualTimeLoop
 
+from headrace.fleet.kubernetes.api import CALL_S, ApiResource, KubernetesApi, KubernetesFailed, KubernetesObject
 from headrace.fleet.kubernetes.lease import HELD_S, LEASE_S, RENEW_S, LeaderLease
 
 pytestmark = pytest.mark.loop
@@ -27,8 +28,8 @@ T = TypeVar("T")
 class Pod:
     """Takes part until it ends, or stands still."""
 
-    def __init__(self, kube: KubeServer, identity: str) -> None:
-        self.lease = LeaderLease(kube.api, NAMESPACE, "engines-autoscaler", identity)
+    def __init__(self, kube: KubeServer, identity: str, link: KubernetesApi | None = None) -> None:
+        self.lease = LeaderLease(link or kube.api, NAMESPACE, "engines-autoscaler", identity)
         self.task = asyncio.create_task(self.lease.run())
 
     async def end(self) -> None:
@@ -85,6 +86,45 @@ async def test_two_that_ask_at_once_are_not_both_served(kube: KubeServer) -> Non
     await asyncio.gather(*(pod.end() for pod in pods))
 
 
+class Link(KubernetesApi):
+    """A pod's way to the server. is_late: calls wait; is_cut: none comes through"""
+
+    is_late = is_cut = False
+
+    async def call(
+        self, verb: str, resource: ApiResource, namespace: str, name: str = "", body: object = None, **query: str
+    ) -> KubernetesObject:
+        await eventually(lambda: not self.is_late)
+        if self.is_cut:
+            raise KubernetesFailed("cut off")
+        return await super().call(verb, resource, namespace, name, body, **query)
+
+
+class FirstLink(Link):
+    pass
+
+
+class SecondLink(Link):
+    pass
+
+
+async def test_a_pod_that_read_late_counts_from_its_answer(kube: KubeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Pod(kube, "a", FirstLink(kube.api.url, kube.account))
+    await eventually(lambda: first.lease.is_held)
+    monkeypatch.setattr(SecondLink, "is_late", True)
+    second = Pod(kube, "b", SecondLink(kube.api.url, kube.account))
+    await asyncio.sleep(LEASE_S - RENEW_S)
+    renewed = kube.calls("update")
+    await eventually(lambda: kube.calls("update") > renewed)
+    monkeypatch.setattr(FirstLink, "is_cut", True)
+    monkeypatch.setattr(SecondLink, "is_late", False)
+    for _ in range(3000):
+        await asyncio.sleep(0.01)
+        assert first.lease.is_held + second.lease.is_held <= 1
+    assert second.lease.is_held
+    await asyncio.gather(first.end(), second.end())
+
+
 class LeaseMachine(RuleBasedStateMachine):
     """Pods come, end, are killed and cut off from the server; it goes down and comes back."""
 
@@ -137,6 +177,11 @@ class LeaseMachine(RuleBasedStateMachine):
         self.is_down = False
         self.run(self.kube.start())
 
+    @rule(seconds=st.sampled_from([0.0, 2.0, 4.5, 7.0]))
+    def be_slow(self, seconds: float) -> None:
+        """7.0: calls are carried out, and their answers come too late."""
+        self.kube.slow_s = seconds
+
     @rule(seconds=st.sampled_from([0.0, 0.01, 1.0, 5.0, 9.0, 40.0]))
     def wait(self, seconds: float) -> None:
         self.run(asyncio.sleep(seconds))
@@ -153,7 +198,8 @@ class LeaseMachine(RuleBasedStateMachine):
     async def _check(self) -> None:
         if self.is_down:
             await self.kube.start()
-        await asyncio.sleep(LEASE_S + 3 * RENEW_S)
+        self.kube.slow_s = 0.0
+        await asyncio.sleep(LEASE_S + CALL_S + 3 * RENEW_S)
         assert sum(pod.lease.is_held for pod in self.pods) == min(1, len(self.pods))
         for pod in self.pods:
             await pod.end()

@@ -52,6 +52,8 @@ class LeaderLease:
                 except KubernetesFailed as error:
                     if error.status != CONFLICT:  # of two pods that asked at once the other one has it
                         failure = str(error)
+                except (TypeError, ValueError) as error:
+                    failure = f"it is no Lease: {error}"
                 if failure and failure != self.failure:
                     log.error("the Lease %s cannot be held, so that this pod scales nothing: %s", self._name, failure)
                 self.failure = failure
@@ -71,16 +73,17 @@ class LeaderLease:
             return
         spec: dict[str, Any] = lease.get("spec") or {}
         holder, seen = spec.get("holderIdentity"), (spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions"))
-        if seen != self._seen:
-            self._seen, self._seen_at = seen, began
-        if holder and holder != self._identity and began < self._seen_at + float(spec.get("leaseDurationSeconds") or LEASE_S):
+        now = self._clock()
+        if seen != self._seen:  # counted from the answer on: its holder may have renewed it at any time before that
+            self._seen, self._seen_at = seen, now
+        if holder and holder != self._identity and now < self._seen_at + float(spec.get("leaseDurationSeconds") or LEASE_S):
             self._held_until = -1.0
             return
         await self._api.call("update", LEASES, self._namespace, self._name, self._made(lease))
         self._hold(began)
 
     def _hold(self, began: float) -> None:
-        """From before the call: another pod counts from when it sees the renewal."""
+        """Counted from before the call: another pod counts from when it has seen the renewal."""
         if not self.is_held:
             log.info("this pod holds the Lease %s: it scales", self._name)
         self._held_until = began + HELD_S
