@@ -64,6 +64,7 @@ def test_a_good_file_gives_both_configurations(tmp_path: Path) -> None:
         ({**PAIR, "address": "127.0.0.1:80", "token": "x" * 16}, "rendezvous: '127.0.0.1:80' is no Unix socket, beside which"),
         ({**STAGES, "rendezvous": "10.0.0.1:80"}, "rendezvous: '10.0.0.1' is not a loopback address, and no certificates are given"),
         ({**STAGES, "rendezvous": "127.0.0.1:80"}, "rendezvous: '127.0.0.1:80' needs a token"),
+        ({**STAGES, "rendezvous": "127.0.0.1:0", "token": "x" * 16}, "rendezvous: '127.0.0.1:0' names no port"),
         ({**STAGES, "rendezvous": "localhost"}, "rendezvous: 'localhost' is neither unix:/path nor host:port"),
         (
             {**STAGES, "rendezvous": "10.0.0.1:80", "tls_dir": "/etc/x", "rank": 1},

@@ -123,7 +123,9 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     # not here
     **{f"--{name.replace('_', '-')}": RefusedFlag(remedy, _ACCEPTED.get(name, ())) for name, remedy in REMEDIES.items()},
     "--calculate-kv-scales": RefusedFlag(_QUANTIZED, None),
-    "--distributed-executor-backend": RefusedFlag("The ranks of a replica are processes of one machine.", ("mp", "uni")),
+    "--distributed-executor-backend": RefusedFlag(
+        "Ranks are processes of one machine; on several they are started by hand.", ("mp", "uni")
+    ),
     "--lora-dtype": RefusedFlag("Adapters are computed as the model is.", ("auto",)),
     "--fully-sharded-loras": RefusedFlag("One factor of each update is divided over ranks, which adds no exchange.", None),
     "--default-mm-loras": RefusedFlag("Only text models are served."),

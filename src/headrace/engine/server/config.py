@@ -79,6 +79,8 @@ class ProcessConfig:
             raise ConfigError("rendezvous", reason, "Set pipeline_parallel_size to the number of machines, or write unix:/path.")
         with _named("rendezvous"):
             check_target(self.rendezvous, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
+        if self.rendezvous.rpartition(":")[2] == "0":
+            raise ConfigError("rendezvous", f"{self.rendezvous!r} names no port by which the others find rank 0", "Choose a port.")
         place = parallelism.place(self.rank)
         if place.tp_rank == 0 and not place.is_first and not place.is_last and self.address.startswith("unix:"):
             reason = f"{self.address} cannot be reached from another machine, and rank {self.rank} takes what the stage before it sends"
