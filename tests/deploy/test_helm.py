@@ -134,6 +134,7 @@ TINY: Object = {"engine": {"model": "headrace-tiny"}}
 OUTSIDE: dict[str, Object] = {
     "models[0]": {"models": [{"engine": {"model": "s3://b/m:1"}}]},
     "models[1]": {"models": [TINY, {**TINY, "adapters": {"pirate": "gs://b/pirate:2"}}]},
+    "models[2]": {"models": [TINY, TINY, {"engine": {"model": "oci://ghcr.io/team/llama:2"}}]},
     "models[0].upstreams[1].url": {
         "models": [{**TINY, "upstreams": [{"url": "http://127.0.0.1:1/v1"}, {"url": "https://other.example/v1"}]}]
     },

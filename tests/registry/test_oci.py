@@ -138,6 +138,14 @@ def test_access_is_had_with_the_password_of_docker(
     assert len(used) >= (4 if num_uses else 1)
 
 
+def test_a_mounted_pull_secret_is_read(registry: SmallRegistry, tmp_path: Path, docker_folder: Path) -> None:
+    registry.push("1", raw(FILES))
+    registry.password = SECRET
+    keep_password(docker_folder, f"127.0.0.1:{registry.port}", auth=SECRET)
+    (docker_folder / "config.json").rename(docker_folder / ".dockerconfigjson")
+    assert content(pull(registry, tmp_path)) == FILES
+
+
 def test_a_token_is_had_without_a_password_where_anybody_may_read(registry: SmallRegistry, tmp_path: Path) -> None:
     registry.push("1", raw(FILES))
     registry.num_uses = 100

@@ -189,7 +189,10 @@ def _get(request: Request) -> bytes:
 
 
 def _docker_config() -> Path:
-    return Path(os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker")) / "config.json"
+    """In a mounted pull secret of Kubernetes the file has another name."""
+    folder = Path(os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker"))
+    secret = folder / ".dockerconfigjson"
+    return secret if secret.exists() else folder / "config.json"
 
 
 def _password(host: str) -> str:

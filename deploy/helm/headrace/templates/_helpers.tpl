@@ -160,7 +160,7 @@ scaleDown:
 {{- range $j, $replica := ($model.remote).replicas }}
 {{- $_ := set $hosts (printf "models[%d].remote.replicas[%d].address" $i $j) $replica.address }}
 {{- end }}
-{{- $_ := set $hosts (printf "models[%d]" $i) (regexFindAll "\"(s3|gs)://[^\"]*" (toJson $model) 1) }}
+{{- $_ := set $hosts (printf "models[%d]" $i) (regexFindAll "\"(s3|gs|oci)://[^\"]*" (toJson $model) 1) }}
 {{- end }}
 {{- $found := list }}
 {{- range $key := keys $hosts | sortAlpha }}
