@@ -101,8 +101,7 @@ def build(
     *,
     compiles_beside: bool = False,
 ) -> Built:
-    """
-    lead             None where the replica can have no rank but this one
+    """lead             None where the replica can have no rank but this one
     parallelism      None: as the options say
     compiles_beside  another process may compile kernels meanwhile
 
@@ -112,8 +111,7 @@ def build(
         raise ConfigError("tensor_parallel_size or pipeline_parallel_size", "this command starts one process of a replica", "Use 1.")
     place = (parallelism or config.parallelism).place(0)
     choices = choose(config, packed, features, place)
-    ahead = choices.compiling_ahead() if compiles_beside else nullcontext()
-    with log_compiling(choices.backend.compiler), ahead, ExitStack() as unless_ready:
+    with _compiling(choices, compiles_beside), ExitStack() as unless_ready:
         group = None if lead is None else unless_ready.enter_context(closing(lead(choices.facts(config))))
         part = load_part(config, choices, packed, place, NO_PEERS if group is None else group.peers)
         loaded = part.loaded
@@ -152,6 +150,12 @@ def build(
     ranks = None if group is None else RankMeter(group.peers, config.parallelism)
     read_experts, read_gpu = lambda: loaded.model.expert_tokens, DEVICES[config.device].read_gpu
     return Built(runner, info, weights, preparer, adapters, unwritten, read_gpu, read_experts, group, ranks, memory)
+
+
+@contextmanager
+def _compiling(choices: StartChoices, beside: bool) -> Iterator[None]:
+    with log_compiling(choices.backend.compiler), choices.compiling_ahead() if beside else nullcontext():
+        yield
 
 
 def _size(
