@@ -129,7 +129,7 @@ class EngineConfig:
     )
     memory_bytes: int | None = option(
         None,
-        "Most bytes of weights, KV cache and a step together, instead of a share of memory.",
+        "Most bytes of weights, KV cache and a step together, of each rank alike, instead of a share of memory.",
         flags=(),
         shown="from `memory_fraction`",
         low=1,

@@ -27,7 +27,9 @@ def make_need(config: EngineConfig, shape: ModelShape, kept: str, device: Device
     computed = WEIGHT_DTYPES.get(config.dtype, kept)
     is_small = kept not in WEIGHT_DTYPES.values()
     weights = config.quantization if config.quantization in ROUNDINGS else kept if is_small else computed
-    names_cache = config.num_kv_blocks is not None or config.kv_cache_bytes is not None
+    names_cache = any(size is not None for size in (config.num_kv_blocks, config.kv_cache_bytes, config.memory_bytes))
+    if config.memory_bytes is not None:
+        device = replace(device, memory_bytes=min(device.memory_bytes, config.memory_bytes))
     return Need(
         model=shape if weights == kept else replace(shape, stored=None),
         device=device,

@@ -101,6 +101,7 @@ def test_a_smaller_share_of_memory_leaves_less_cache() -> None:
 def test_bytes_of_the_cache_are_counted_in_blocks() -> None:
     assert blocks(kv_cache_bytes=10 * 131_072 * 16) == 10, "a token of this model has 128 KiB"
     assert blocks(kv_cache_bytes=10 * 131_072 * 16, kv_cache_dtype="int8") > 15
+    assert blocks(memory_bytes=34 << 30) - blocks(memory_bytes=32 << 30) == pytest.approx((2 << 30) / (131_072 * 16), abs=2)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +167,7 @@ DIFFERENT: dict[str, Any] = {
     "block_size": 32,
     "memory_fraction": 0.7,
     "kv_cache_bytes": 1 << 30,
+    "memory_bytes": 1 << 30,
     "device": "cuda",
     "kernels": "reference",
     "deterministic": True,

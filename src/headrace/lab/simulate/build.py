@@ -189,6 +189,7 @@ MEASURED = (
     "block_size",
     "memory_fraction",
     "kv_cache_bytes",
+    "memory_bytes",
     "device",
     "tensor_parallel_size",
     "pipeline_parallel_size",
