@@ -3,8 +3,8 @@
     python -m bench.storms.scaling [--spike-s 60] [--load-s 20] [--standby 0] [--compress 10]  ->  bench/results/storms/scaling.json
 
 Supervisor, gateway, wire and schedulers are real; the engines compute nothing (`lab.fake_engine`), take `--load-s` to start, and end about
-8 requests a second each. The load is 1 request a second, then 18 for `--spike-s`, then 1 again. The rules' times (`policy.scaling`) are
-divided by `--compress`, so that the replicas leave within the minute.
+3 requests a second each. The load is a request every two seconds, then 6.5 a second for `--spike-s`, then as before. The rules' times
+(`policy.scaling`) are divided by `--compress`, so that the replicas leave within the minute.
 
 replicas       (seconds, listed, that serve, that stand by), at each change
 lost           requests that were refused, timed out or ended short
@@ -41,9 +41,9 @@ from headrace.policy.deployment import ReplicaPhase
 from headrace.policy.scaling import autoscaler
 
 NUM_TOKENS = 50
-FAKE = {"step_seconds": 0.02, "verify": False}
+FAKE = {"step_seconds": 0.05, "verify": False}
 ENGINE = {"max_num_seqs": 8}
-CALM_RATE, SPIKE_RATE = 1.0, 18.0
+CALM_RATE, SPIKE_RATE = 0.5, 6.5
 BEFORE_S = 10.0
 MOST = 3
 TIMES = ("MIN_DRAIN_S", "FAST_S", "SLOW_S", "LEARN_S", "OUTPUT_LEARN_S", "MIN_SETTLE_S", "IDLE_S", "FULL_S")

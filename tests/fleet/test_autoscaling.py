@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from patience import eventually
 from scripted_site import Script, ScriptedSite, scripted_site
 
 from headrace.core.errors import ConfigError
+from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.fleet.autoscaling import TICK_S, Growth, ScaledModel
 from headrace.fleet.config import FleetConfig, ModelSpec, ReplicaRange
 from headrace.fleet.gateways import GatewaysView
@@ -214,6 +216,22 @@ async def test_a_change_that_gateways_refuse_is_tried_again() -> None:
 def test_a_wrong_range_is_refused_by_name(spec: Mapping[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         FleetConfig(models=(ModelSpec(name="tiny", folder=Path("none"), **spec),)).checked()
+
+
+@pytest.mark.pure
+def test_an_idle_engine_fills_nothing_with_its_block_for_padding() -> None:
+    """Else one replica would be wanted for ever."""
+    idle = LoadSnapshot(
+        num_running=0,
+        num_waiting=0,
+        kv_blocks_free=99,
+        kv_blocks_cached=0,
+        kv_blocks_used=1,
+        kv_blocks_total=100,
+        counters=EngineCounters(),
+    )
+    assert idle.fill == 0.0
+    assert replace(idle, num_running=4, max_num_seqs=16, kv_blocks_free=49, kv_blocks_used=51).fill == 0.51
 
 
 @pytest.mark.pure

@@ -90,6 +90,15 @@ def test_while_a_replica_starts_an_overload_allows_every_wait_but_the_longest() 
     assert decide(replace(long, is_growing=True), rules=RULES, ttft_goal_s=2.0).outcome is AdmissionOutcome.REFUSED, "a goal is a goal"
 
 
+def test_an_overload_of_the_replicas_before_is_none_of_those_that_serve_now() -> None:
+    watch, rules = OverloadWatch(), AdmissionRules()
+    long = QueueState(40, 30.0, answer_s=1.0)
+    watch.refuse(long, rules, now=0.0)
+    assert watch.arrive(long, rules, num_open=50, now=1.0).is_overloaded
+    assert not watch.arrive(replace(long, is_growing=True), rules, num_open=60, now=2.0).is_overloaded
+    assert not watch.arrive(long, rules, num_open=60, now=3.0).is_overloaded
+
+
 def test_a_lasting_overload_allows_a_short_wait_and_a_peak_a_longer_one() -> None:
     """The times of quick answers, of slow ones, and of answers that take longer than anybody may wait."""
     for answer_s, short_s, peak_s in ((0.3, 0.5, 8.0), (0.7, 0.7, 8.0), (6.0, 6.0, 8.0), (50.0, 8.0, 8.0)):

@@ -303,7 +303,7 @@ class LoadSnapshot:
     def fill(self) -> float:
         """Running sequences of the most that the replica runs, or KV blocks that are held, where that is more."""
         sequences = self.num_running / self.max_num_seqs if self.max_num_seqs else 0.0
-        if not self.kv_blocks_total:
+        if not (self.kv_blocks_total and self.num_running):  # an idle engine holds a block for padding
             return sequences
         return max(sequences, 1.0 - (self.kv_blocks_free + self.kv_blocks_cached) / self.kv_blocks_total)
 

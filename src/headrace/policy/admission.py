@@ -150,6 +150,9 @@ class OverloadWatch:
         return replace(queue, is_overloaded=now < self._until and not queue.is_growing)
 
     def arrive(self, queue: QueueState, rules: AdmissionRules, *, num_open: int, now: float) -> QueueState:
+        if queue.is_growing:  # the load was seen without the replica that comes
+            self._until, self._last_long = -math.inf, -math.inf
+            return queue
         short_s = rules.short_wait_s(queue.answer_s)
         if now - self._last_long > short_s:  # the queue was short meanwhile
             self._watch_from(now, num_open, has_begun_long=False)
