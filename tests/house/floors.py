@@ -230,6 +230,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.fleet.kubernetes": Floor((*GROUND, *_ours("fleet")), ("aiohttp",)),
     "headrace.fleet.kubernetes.endpoints": Floor(),
     "headrace.fleet.kubernetes.service": Floor(_ours("core")),
+    "headrace.fleet.ray.cluster": Floor(_ours("core", "fleet.ray"), (), ("ray",)),
     "headrace.fleet.weights": Floor(
         _ours("core", "machine", "bundled", "registry", "tensor.checkpoint.gguf.folder", "tensor.checkpoint.gguf.paths"),
         (),

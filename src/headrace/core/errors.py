@@ -73,6 +73,7 @@
     |- NotScaling                  fleet: another process scales a model
     |- KubernetesFailed            fleet: a cluster's API server refuses, or gives no answer
     |- FleetFailed                 a process of the fleet cannot be kept running
+    |- AgentLost                   fleet: Ray has given up the actor that runs a replica, or its node
     |- ControlBusy                 fleet: another command changes the deployment
     |- UsageRefused                command line: unsupported flags
     |- OutputLost                  standard output cannot be written

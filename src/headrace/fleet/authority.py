@@ -95,12 +95,19 @@ def make_authority(now: datetime) -> SiteAuthority:
 def make_certificate(
     authority: SiteAuthority, role: TlsRole, names: Sequence[str], now: datetime
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """The certificate ends no later than the authority's."""
-    from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID
 
     key = ec.generate_private_key(ec.SECP256R1())
+    return key, certify(authority, key.public_key(), role, names, now)
+
+
+def certify(
+    authority: SiteAuthority, key: ec.EllipticCurvePublicKey, role: TlsRole, names: Sequence[str], now: datetime
+) -> x509.Certificate:
+    """The certificate ends no later than the authority's."""
+    from cryptography import x509
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
     usages = [ExtendedKeyUsageOID.CLIENT_AUTH] if role is not TlsRole.ENGINE else []
     usages += [ExtendedKeyUsageOID.SERVER_AUTH] if role is not TlsRole.GATEWAY else []
     names = names or [str(role)]
@@ -115,7 +122,7 @@ def make_certificate(
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key()), critical=False)
     )
     until = min(now + timedelta(days=CERTIFICATE_DAYS), authority.certificate.not_valid_after_utc)
-    return key, _sign(builder, key.public_key(), authority.key, now, until)
+    return _sign(builder, key, authority.key, now, until)
 
 
 def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -198,7 +205,7 @@ def _open_authority(folder: Path, now: datetime) -> tuple[SiteAuthority, str]:
         raise ConfigError(str(folder), "holds something else than a whole authority", "Give a new or an empty folder.")
     authority, token = make_authority(now), secrets.token_urlsafe(TOKEN_BYTES)
     files = {AUTHORITY_KEY_NAME: pem_of_key(authority.key), CA_NAME: pem_of_certificate(authority.certificate)}
-    _write_folder(folder, {**files, TOKEN_NAME: token.encode() + b"\n"})
+    write_folder(folder, {**files, TOKEN_NAME: token.encode() + b"\n"})
     return authority, token
 
 
@@ -229,7 +236,7 @@ def _site_folder(path: Path, role: TlsRole, names: tuple[str, ...], authority: S
         KEY_NAME: pem_of_key(key),
         TOKEN_NAME: token.encode() + b"\n",
     }
-    _write_folder(path, content)
+    write_folder(path, content)
     return SiteFolder(path, role, names, certificate.not_valid_after_utc, is_new=True)
 
 
@@ -267,7 +274,7 @@ def _check_rest(path: Path, certificate: x509.Certificate, authority: SiteAuthor
             raise ConfigError(str(path / name), "is another one than this site's, so both ends would refuse each other", REMAKE)
 
 
-def _write_folder(path: Path, content: Mapping[str, bytes]) -> None:
+def write_folder(path: Path, content: Mapping[str, bytes]) -> None:
     """Complete or not at all; all users may read certificates, only this user the rest. Raises ConfigError."""
     new = path.with_name(f"{path.name}.new")
     try:

@@ -19,6 +19,7 @@ from headrace.core.strict_decode import NeedsExactlyOne
 from headrace.fleet.admin_listen import AdminListen
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.launcher import SECRET_VARIABLES
+from headrace.fleet.ray.options import RayOptions
 from headrace.machine.folders import expanded
 from headrace.observe.logs import LogFormat
 from headrace.policy.deployment import Deployment, RolloutOptions, replica_prefix
@@ -62,6 +63,7 @@ class ModelSpec:
     autoscale   None: an operator alone decides
     adapters    name -> folder
     kubernetes  the engines are its pods; `remote` then has one entry, for what all of them have alike
+    sources     folders of its draft model and adapters -> what the file calls them
     """
 
     name: str
@@ -78,6 +80,7 @@ class ModelSpec:
     kubernetes: KubernetesService | None = None
     upstreams: tuple[Mapping[str, object], ...] = ()
     gateway: Mapping[str, object] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     def num_wanted(self, before: int | None) -> int:
         """before: the number until now; None: it is new here"""
@@ -162,6 +165,7 @@ class FleetOptions:
         low=1,
         role=Role.OPERATOR,
     )
+    ray: RayOptions | None = option(None, "Engines run on the nodes of a Ray cluster ([ray.md](ray.md)).", role=Role.OPERATOR)
     admin: AdminListen | None = option(None, "The operator's commands from other machines.", role=Role.OPERATOR)
     site_key: str = option(
         "",
@@ -201,6 +205,11 @@ class FleetConfig(FleetOptions):
         check_secret("site_key", self.site_key)
         if self.admin is not None:
             self.admin.checked()
+        if self.ray is not None:
+            self.ray.checked()
+            if self.sleep_budget_bytes is not None:
+                reason = "is of one machine, and engines run on the nodes of a Ray cluster"
+                raise ConfigError("sleep_budget_bytes", reason, "Leave out one of the two.")
         return self
 
     def engine_options(self, model: ModelSpec) -> Mapping[str, object]:

@@ -11,7 +11,7 @@ import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.core.adapters import AdapterSource
@@ -31,20 +31,21 @@ GATEWAY_FILE = "gateway.json"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFiles:
-    """configs: of each of its ranks"""
+    """configs    of each of its ranks
+    listening  where gateways reach it and with what, as keys of their file; empty: it has no place yet
+    """
 
     name: str
     model: str
-    address: str
     configs: Sequence[Path]
+    listening: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def config(self) -> Path:
         return self.configs[0]
 
     def remove(self) -> None:
-        sockets = (Path(address.removeprefix("unix:")) for address in (self.address, rendezvous_of(self.config)))
-        for path in (*self.configs, *sockets):
+        for path in (*self.configs, *map(self.config.with_suffix, (".sock", ".ranks"))):
             path.unlink(missing_ok=True)
 
 
@@ -109,23 +110,24 @@ def write_engine_files(
     *,
     name: str,
     number: int,
-    share: MachineShare,
+    share: MachineShare | None,
     adapters: Sequence[AdapterSource] = (),
 ) -> ReplicaFiles:
-    """number: never used twice in one folder, since an old socket may still be in use"""
+    """
+    number  never used twice in one folder, since an old socket may still be in use
+    share   of this machine; None: it runs on another one, which adds what depends on the place (`fleet.ray.agent`)
+    """
     world = model.num_ranks
     configs = [folder / f"{rank_label(f'e{number}', rank)}.json" for rank in range(world)]
-    replica = ReplicaFiles(name, model.name, f"unix:{folder / f'e{number}.sock'}", configs)
-    content = {
-        "replica": replica.name,
-        "address": replica.address,
-        "drain_timeout_s": config.drain_timeout_s,
-        "engine": {**config.engine_options(model), "model": str(model.folder)},
-    }
+    listening = {} if share is None else {"address": f"unix:{folder / f'e{number}.sock'}"}
+    replica = ReplicaFiles(name, model.name, configs, listening)
+    engine = {**config.engine_options(model), "model": str(model.folder)}
+    content = {"replica": replica.name, **listening, "drain_timeout_s": config.drain_timeout_s, "engine": engine}
     for rank, path in enumerate(configs):
-        of_group = {"rank": rank, "rendezvous": rendezvous_of(replica.config)} if world > 1 else {}
+        of_group = {"rank": rank} if world > 1 else {}
         key = {} if rank else {"block_key": site_secret(config.site_key, BLOCKS)}  # the other ranks hash no blocks
-        _write(path, {**content, **key, **of_group, **_machine_share(model, MachineShare(share.index * world + rank, share.total * world))})
+        here = {} if share is None else _placed_here(model, share, rank, replica)
+        _write(path, {**content, **key, **of_group, **here})
     if adapters:
         write_adapters(replica.config, adapters)
     return replica
@@ -137,6 +139,12 @@ def write_adapters(path: Path, adapters: Sequence[AdapterSource]) -> None:
     engine = content["engine"]
     assert isinstance(engine, dict), "this program writes it"
     _write(path, {**content, "engine": {**engine, "lora_modules": plain(adapters)}})
+
+
+def _placed_here(model: ModelSpec, share: MachineShare, rank: int, replica: ReplicaFiles) -> dict[str, object]:
+    world = model.num_ranks
+    meeting = {"rendezvous": rendezvous_of(replica.config)} if world > 1 else {}
+    return {**meeting, **_machine_share(model, MachineShare(share.index * world + rank, share.total * world))}
 
 
 def _machine_share(model: ModelSpec, share: MachineShare) -> dict[str, object]:
@@ -180,7 +188,7 @@ def _gateway_model(model: ModelSpec, replicas: Sequence[ReplicaFiles], unavailab
         named["upstreams"] = [dict(upstream) for upstream in model.upstreams]
     if model.folder is None:
         return named
-    listening = [{"name": replica.name, "address": replica.address} for replica in replicas if replica.model == model.name]
+    listening = [{"name": replica.name, **replica.listening} for replica in replicas if replica.model == model.name]
     elsewhere = [dict(replica) for replica in model.remote]
     made = {**named, "folder": str(model.folder), "replicas": [*listening, *elsewhere]}
     on_demand = {"starts_on_demand": True} if model.starts_on_demand else {}

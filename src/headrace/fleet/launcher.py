@@ -25,7 +25,7 @@ MAX_LINE_BYTES = 2**16
 MAX_LEASH_LINE_BYTES = 2**23
 """A gateway's status has a hundred bytes per replica, an engine's answer at most 350 per adapter (`core.adapters.MAX_ADAPTERS`)."""
 
-SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_SITE_KEY")
+SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_SITE_KEY", "RAY_AUTH_TOKEN")
 """Prefixes of variables that children do not inherit."""
 LAST_WORDS_S = 2.0
 
@@ -70,13 +70,18 @@ Launch = Callable[[], Awaitable[Child]]
 """Raises OSError when the program cannot be started."""
 
 
+Say = Callable[[str, str], None]
+"""Takes a line that a child printed, and the child's label."""
+
+
 class ChildProcess:
-    def __init__(self, label: str, process: asyncio.subprocess.Process, leash: socket.socket) -> None:
+    def __init__(self, label: str, process: asyncio.subprocess.Process, leash: socket.socket, say: Say) -> None:
         self.label = label
         self.failure: Failure | None = None
         self.ready: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
         self._process = process
         self._leash = leash
+        self._say = say
         self._unsent = b""
         self._writer: asyncio.StreamWriter | None = None
         self.asked = LeashRequests(self._write)
@@ -151,7 +156,7 @@ class ChildProcess:
 
     def _log(self, lines: Sequence[bytes]) -> None:
         for line in lines:
-            relay(line.decode("utf-8", "replace"), self.label)
+            self._say(line.decode("utf-8", "replace"), self.label)
 
 
 class ChildGroup:
@@ -229,10 +234,12 @@ class Launcher(Protocol):
 
 
 class ProcessLauncher:
-    def __init__(self, *, log_format: LogFormat = LogFormat.AUTO) -> None:
+    def __init__(self, *, log_format: LogFormat = LogFormat.AUTO, say: Say = relay) -> None:
+        """say: gets what forwarded children print"""
         # Otherwise gRPC's C core prints a line to stderr for each failed connection, beside its exceptions.
         self._environment = {"GRPC_VERBOSITY": "NONE", "PYTHONUNBUFFERED": "1", **without_secrets(os.environ)}
         self._log_format = log_format
+        self._say = say
 
     async def launch(self, label: str, command: Sequence[str], *, forward: bool, withheld: Collection[str] = ()) -> Child:
         """Raises OSError when the program cannot be started."""
@@ -256,4 +263,4 @@ class ProcessLauncher:
             raise
         finally:
             theirs.close()
-        return ChildProcess(label, process, ours)
+        return ChildProcess(label, process, ours, self._say)

@@ -22,9 +22,8 @@ from headrace.fleet.engine_adapters import EngineAdapters
 from headrace.fleet.files import gateway_content
 from headrace.fleet.gateways import GatewayFile, GatewayGroup, GatewaysView, TextRefused, why_unavailable
 from headrace.fleet.kubernetes.service import KubernetesService
-from headrace.fleet.launcher import Launcher
 from headrace.fleet.placement import EngineSlices
-from headrace.fleet.replica_processes import ReplicaProcess, ReplicaProcesses
+from headrace.fleet.replica_processes import ReplicaHost, ReplicaProcess, ReplicaProcesses
 from headrace.machine.resources import why_crowded
 from headrace.policy.canary import MAX_WAIT_S, MIN_REQUESTS, ServedCounts
 from headrace.policy.deployment import (
@@ -59,13 +58,13 @@ class Reconciler:
     found      Service -> name, address and tls_name of the engines in its pods
     """
 
-    def __init__(self, config: FleetConfig, folder: Path, launcher: Launcher, gateways: GatewayGroup) -> None:
+    def __init__(self, config: FleetConfig, folder: Path, host: ReplicaHost, gateways: GatewayGroup) -> None:
         """folder: private directory of the deployment. Raises ConfigError"""
         self._desired = DesiredState(config)
         self._wake = asyncio.Event()
         self.deployment = Deployment()
         self.slices = EngineSlices(config.sleep_budget_bytes)
-        self.processes = ReplicaProcesses(folder, launcher, self._wake.set, self.slices.turn)
+        self.processes = ReplicaProcesses(folder, host, self._wake.set, self.slices.turn)
         self.adapters = EngineAdapters(read_lists(config), self.processes)
         for line in self.adapters.lists.lines():
             log.warning("%s", line)
@@ -146,7 +145,7 @@ class Reconciler:
         """Warns of replicas of several ranks that have more threads than there are CPUs."""
         for spec in self.config.models:
             target = self.deployment.targets.get(spec.name)
-            if target is None or spec.num_ranks == 1:
+            if target is None or spec.num_ranks == 1 or self.config.ray is not None:
                 continue
             if crowd := why_crowded(target.num_replicas * spec.num_ranks, int(str(spec.engine.get("num_threads") or 1))):
                 text = f"{spec.name}: {counted(target.num_replicas, 'replica')} of {spec.num_ranks} ranks are {crowd}"
@@ -406,7 +405,8 @@ class Reconciler:
 
     def _content(self) -> dict[str, object]:
         listed = {
-            name: [self.processes[replica.name].files for replica in self.deployment.listed(name)] for name in self.deployment.targets
+            name: [each for replica in self.deployment.listed(name) if (each := self.processes[replica.name].files).listening]
+            for name in self.deployment.targets
         }
         models = tuple(map(self.with_found, self.config.models))
         on_demand = {spec.name for spec in models if spec.starts_on_demand}

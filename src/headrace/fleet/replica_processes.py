@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
+from typing import Protocol
 
 from headrace.core.adapters import AdapterSource
 from headrace.core.backoff import Backoff
@@ -18,7 +20,7 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.files import ReplicaFiles, rank_label, write_engine_files
 from headrace.fleet.keeper import FleetFailed, ProcessKeeper
-from headrace.fleet.launcher import Launcher, launch_ranks
+from headrace.fleet.launcher import Child, Launcher, launch_ranks
 from headrace.machine.resources import MachineShare
 from headrace.policy.deployment import Deployment, PlannedReplica, ReplicaPhase
 
@@ -27,6 +29,38 @@ LAST_RETRY_S = 600.0
 """Each try loads weights, which costs the replicas that serve."""
 
 END_GRACE_S = 10.0
+
+Listens = Callable[[Mapping[str, str]], None]
+"""Takes `ReplicaFiles.listening`."""
+
+
+class ReplicaHost(Protocol):
+    """Where the processes of replicas run."""
+
+    is_this_machine: bool
+
+    async def launch(self, config: FleetConfig, spec: ModelSpec, files: ReplicaFiles, listens: Listens) -> Child:
+        """Starts one replica. listens: called where only its start tells where it listens. Raises OSError."""
+        ...
+
+    def want(self, num_replicas: int) -> None:
+        """Called when the deployment's number of replicas has changed, before they are launched."""
+        ...
+
+
+class ThisMachine:
+    is_this_machine = True
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    async def launch(self, config: FleetConfig, spec: ModelSpec, files: ReplicaFiles, listens: Listens) -> Child:
+        launch = partial(self._launcher.launch, forward=True, withheld=config.key_variables)
+        commands = [(*config.engine_command, "--config", str(path)) for path in files.configs]
+        return await launch_ranks([partial(launch, rank_label(files.name, rank), command) for rank, command in enumerate(commands)])
+
+    def want(self, num_replicas: int) -> None:
+        """The machine is as large as it is."""
 
 
 class ReplicaProcess:
@@ -66,6 +100,10 @@ class ReplicaProcess:
     def why_failed(self) -> str:
         name = self.files.name
         return "" if self.failure is None else str(self.failure).removeprefix(f"{name}: ").removeprefix(f"{name} ")
+
+    def listens(self, listening: Mapping[str, str]) -> None:
+        self.files = replace(self.files, listening=listening)
+        self._on_change()
 
     def launch(self) -> None:
         self.task = asyncio.create_task(self._live(), name=f"replica {self.files.name}")
@@ -135,11 +173,11 @@ class ReplicaProcess:
 
 
 class ReplicaProcesses(Mapping[str, ReplicaProcess]):
-    def __init__(self, folder: Path, launcher: Launcher, on_change: Callable[[], None], turn: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, folder: Path, host: ReplicaHost, on_change: Callable[[], None], turn: Callable[[str], Awaitable[None]]) -> None:
         """turn: waited for before each start of a replica whose model sleeps"""
         self._turn = turn
         self._folder = folder
-        self._launcher = launcher
+        self._host = host
         self._on_change = on_change
         self._by_name: dict[str, ReplicaProcess] = {}
         self._numbers = count()
@@ -165,13 +203,14 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
     ) -> None:
         """Raises ConfigError if the file cannot be written."""
         share, number = self._share(config, deployment, spec, replaces), next(self._numbers)
-        files = write_engine_files(config, spec, self._folder, name=replica.name, number=number, share=share, adapters=adapters)
-        launch = partial(self._launcher.launch, forward=True, withheld=config.key_variables)
-        commands = [(*config.engine_command, "--config", str(path)) for path in files.configs]
-        ranks = [partial(launch, rank_label(replica.name, rank), command) for rank, command in enumerate(commands)]
+        here = share if self._host.is_this_machine else None
+        files = write_engine_files(config, spec, self._folder, name=replica.name, number=number, share=here, adapters=adapters)
+        launch = partial(self._host.launch, config, spec, files, lambda listening: self[replica.name].listens(listening))
         turn = partial(self._turn, replica.name) if spec.sleeps else None
-        keeper = ProcessKeeper(replica.name, partial(launch_ranks, ranks), start_timeout_s=config.start_timeout_s, turn=turn)
-        self._by_name[replica.name] = ReplicaProcess(files, spec, share, keeper, self._on_change)
+        keeper = ProcessKeeper(replica.name, launch, start_timeout_s=config.start_timeout_s, turn=turn)
+        process = ReplicaProcess(files, spec, share, keeper, self._on_change)
+        self._by_name[replica.name] = process
+        self._host.want(len(self))
 
     def _share(self, config: FleetConfig, deployment: Deployment, spec: ModelSpec, replaces: str) -> MachineShare:
         """The share of the replica it replaces, else the first free one. Where the load decides, there is one for each that may come.
@@ -200,6 +239,7 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         self._has_forgotten_served |= process.has_served
         process.cancel()
         process.files.remove()
+        self._host.want(len(self))
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
@@ -28,6 +28,7 @@ from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.kubernetes.service import check_in_pod
 from headrace.fleet.launcher import Launcher, ProcessLauncher
 from headrace.fleet.reconciler import Reconciler
+from headrace.fleet.replica_processes import ReplicaHost, ThisMachine
 from headrace.machine.folders import expanded
 from headrace.machine.signals import StopSignals, first_of, on_hangup
 from headrace.observe.logs import LogFormat
@@ -117,7 +118,8 @@ class Supervisor:
             run_dir(None if self._config.run_dir is None else expanded(self._config.run_dir)) as folder,
             self._address(),
         ):
-            return await self._run_in(folder, stop, reload)
+            async with self._host(folder) as host:
+                return await self._run_in(folder, host, stop, reload)
 
     @contextmanager
     def _address(self) -> Iterator[None]:
@@ -125,8 +127,15 @@ class Supervisor:
             self._config = replace(self._config, gateway={**self._config.gateway, "port": port})
             yield
 
-    async def _run_in(self, folder: Path, stop: StopSignals, reload: asyncio.Event) -> FleetExit:
-        reconciler = self._reconciler = Reconciler(self._config, folder, self._launcher, self._gateways)
+    def _host(self, folder: Path) -> AbstractAsyncContextManager[ReplicaHost]:
+        if self._config.ray is None:
+            return nullcontext(ThisMachine(self._launcher))
+        from headrace.fleet.ray.cluster import opened_cluster
+
+        return opened_cluster(self._config.ray, folder)
+
+    async def _run_in(self, folder: Path, host: ReplicaHost, stop: StopSignals, reload: asyncio.Event) -> FleetExit:
+        reconciler = self._reconciler = Reconciler(self._config, folder, host, self._gateways)
         self._gateways.keepers = self._gateway_keepers(reconciler.gateway_file.path)
         gateways = [asyncio.create_task(keeper.keep(), name=keeper.label) for keeper in self.gateways]
         reconciler.processes.launch()

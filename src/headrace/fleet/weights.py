@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -69,6 +70,21 @@ def resolve_adapter(name_or_path: str) -> Path:
             "Give a folder as PEFT saves it, or one in a registry, as s3://bucket/adapters/name:2.",
         )
     return path.resolve()
+
+
+def name_elsewhere(name: str, folder: Path) -> str:
+    """What names on another machine what this one has in `folder`, where a file says `name`. Of an alias, the version that is here.
+
+    Raises RegistryFailed.
+    """
+    if bundled_path(name) is not None or bundled_adapter(name) is not None:
+        return name
+    if is_reference(name):
+        from headrace.registry.cache import NodeCache
+
+        version = NodeCache().version(folder)
+        return name if version is None else str(replace(read_reference(name), tag=version))
+    return str(expanded(name).resolve() if is_gguf(name) else folder)
 
 
 def _is_path(name: str) -> bool:

@@ -81,6 +81,11 @@ class NodeCache:
                 self._write(tag_file, found.digest.encode())
             return folder
 
+    def version(self, folder: Path) -> str | None:
+        """That of a folder that `pull` has given; None for another one."""
+        seen = self._seen(folder.parent.name)
+        return None if seen is None else seen[0].version
+
     def verify(self, reference: Reference) -> list[str]:
         """Reads all bytes of a version that is here, and returns the names of wrong files; then every version with one of them is removed.
 

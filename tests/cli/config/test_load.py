@@ -139,7 +139,9 @@ models:
     (model,) = fleet.models
     assert (model.folder, model.replicas, model.gateway["tool_call_parser"]) == (model_folder, 2, "hermes")
     assert fleet.key_variables == {"ITS_KEY"}
-    replicas = [ReplicaFiles(f"some-model-{number}", "some-model", f"unix:/run/e{number}.sock", [Path("/run")]) for number in range(2)]
+    replicas = [
+        ReplicaFiles(f"some-model-{number}", "some-model", [Path("/run")], {"address": f"unix:/run/e{number}.sock"}) for number in range(2)
+    ]
     (served,) = config_from(json.loads(json.dumps(gateway_content(fleet, replicas)))).models
     assert ([replica.name for replica in served.replicas], served.upstreams[0].model) == (["some-model-0", "some-model-1"], "its-name")
 

@@ -180,7 +180,7 @@ class Site:
         return source.held
 
     def _of_gateways(self, fleet: FleetConfig) -> dict[str, object]:
-        engines = [ReplicaFiles("r", model.name, "unix:/nowhere/r", [Path()]) for model in fleet.models if model.replicas]
+        engines = [ReplicaFiles("r", model.name, [Path()], {"address": "unix:/nowhere/r"}) for model in fleet.models if model.replicas]
         return gateway_content(fleet, engines)
 
     def kept(self, data: bytes) -> str:

@@ -6,17 +6,20 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from headrace.bundled import bundled_path
 from headrace.core.errors import ConfigError
 from headrace.core.model_names import name_of_file
 from headrace.core.option import Reload, Role, check_options, mapping, option, required, section
+from headrace.core.parallelism import AUTO as LAYOUT_AUTO
 from headrace.core.strict_decode import NeedsExactlyOne, plain
 from headrace.engine.config import EngineConfig, FindGpus
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig, FleetOptions, ModelSpec, ReplicaRange
 from headrace.fleet.kubernetes.endpoints import MAX_ENGINES
 from headrace.fleet.kubernetes.service import KubernetesService
+from headrace.fleet.ray.options import RayOptions
 from headrace.fleet.weights import HUB_ID, resolve_adapter
 from headrace.gateway.config import GatewayConfig, config_from
 from headrace.gateway.ledger.config import UsageConfig
@@ -231,6 +234,8 @@ class ServeConfig(FleetOptions):
 
     def checked(self, find: FindGpus = find_gpus) -> ServeConfig:
         """With engines' options for this machine. Raises ConfigError with the path of the wrong key in the file."""
+        if self.ray is not None:
+            find = self.ray.checked().find_gpus
         models = tuple(_checked_model(f"models[{index}]", model, find) for index, model in enumerate(self.models))
         self._check_gateway()
         folders = {model.remote.tls_dir for model in self.models if model.remote is not None and model.remote.tls_dir}
@@ -239,6 +244,9 @@ class ServeConfig(FleetOptions):
             raise ConfigError("admin.tls_dir", "is the folder that the gateways show to engines", remedy)
         if self.lora_root is not None and not expanded(self.lora_root).is_dir():
             raise ConfigError("lora_root", f"there is no folder {self.lora_root!r}")
+        for index, model in enumerate(models):
+            if self.ray is not None and model.engine is not None:
+                _check_for_ray(f"models[{index}].engine", model.engine, self.ray)
         config = replace(self, models=models)
         config.fleet(lambda model: Path(model)).checked()
         return config
@@ -283,10 +291,12 @@ class ServeConfig(FleetOptions):
                 gateway=model.of_gateway,
             )
             if model.engine is not None:
-                engine = model.engine_options(resolve)
+                sources: dict[str, str] = {}
+                engine = model.engine_options(partial(_noted, resolve, sources))
                 options = plain(divide(engine, Path(engine.model), sum(each.max_engines for each in self.models)))
-                folders = {name: str(resolve_adapter(path)) for name, path in model.adapters.items()}
-                spec = replace(spec, folder=Path(options.pop("model")), source=model.engine.model, engine=options, adapters=folders)
+                folders = {name: str(_noted(resolve_adapter, sources, path)) for name, path in model.adapters.items()}
+                spec = replace(spec, folder=Path(options.pop("model")), source=model.engine.model, engine=options)
+                spec = replace(spec, adapters=folders, sources=sources)
             elif model.remote is not None:
                 remote = tuple(plain(replica) for replica in model.remote.gateway_replicas())
                 spec = replace(spec, folder=resolve(model.remote.model), source=model.remote.model, remote=remote)
@@ -294,6 +304,25 @@ class ServeConfig(FleetOptions):
             models.append(replace(spec, upstreams=tuple(plain(upstream) for upstream in model.upstreams)))
         shared = {item.name: getattr(self, item.name) for item in fields(FleetOptions)}
         return FleetConfig(**{**shared, "models": tuple(models), "gateway": gateway})
+
+
+def _noted(resolve: Callable[[str], Path], sources: dict[str, str], name: str) -> Path:
+    folder = resolve(name)
+    sources[str(folder)] = name
+    return folder
+
+
+def _check_for_ray(where: str, engine: EngineConfig, ray: RayOptions) -> None:
+    if engine.device == "cuda" and not ray.num_gpus:
+        raise ConfigError(f"{where}.device", "is cuda, and ray.num_gpus is 0", "Set the number of GPUs that a replica takes.")
+    if engine.device == "cpu" and ray.num_gpus:
+        raise ConfigError("ray.num_gpus", f"is {ray.num_gpus}, and {where}.device is cpu", "Leave one of them out.")
+    if engine.tensor_parallel_size == LAYOUT_AUTO:
+        reason = f"{LAYOUT_AUTO} is decided by the memory of this machine, and engines run on the nodes of a Ray cluster"
+        raise ConfigError(f"{where}.tensor_parallel_size", reason, "Give the number.")
+    if is_fetched(engine.model):
+        reason = f"{engine.model!r} is a hub id, which the nodes of a Ray cluster do not fetch"
+        raise ConfigError(f"{where}.model", reason, "Push it to a registry (headrace registry push), or give a folder that all nodes have.")
 
 
 def _checked_model(where: str, model: ModelSection, find: FindGpus) -> ModelSection:

@@ -95,6 +95,8 @@ def _changed_gateway(config: ServeConfig, before: ServeConfig) -> GatewayConfig:
 
 
 def check_no_engines(config: ServeConfig) -> None:
+    if config.ray is not None:
+        raise ConfigError("ray", "is for engines that are started, and a gateway starts none", "Leave it out, or use `headrace serve`.")
     for index, section in enumerate(config.models):
         if section.engine is not None:
             remedy = "Use `headrace serve`, or name engines that run (remote)."

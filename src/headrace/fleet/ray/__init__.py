@@ -1,0 +1,1 @@
+"""Replicas on the nodes of a Ray cluster (docs/ray.md)."""

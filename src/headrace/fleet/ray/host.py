@@ -1,0 +1,251 @@
+"""Runs replicas by agents (`fleet.ray.agent`) on other machines, and asks for as many machines as the deployment wants.
+
+This end knows nothing of Ray: `fleet.ray.cluster` gives it agents. An engine listens at its node's address with a certificate for it, made
+at its start by an authority that lives as long as the deployment, and with a token of its own: what later listens at the address of an
+engine that has ended is not taken for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import signal
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from headrace import __version__
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.strict_decode import read_json_object
+from headrace.fleet.authority import TOKEN_BYTES, certify, make_authority, make_certificate, pem_of_certificate, pem_of_key, write_folder
+from headrace.fleet.config import FleetConfig, ModelSpec
+from headrace.fleet.files import ReplicaFiles
+from headrace.fleet.launcher import Child, Failure
+from headrace.fleet.ray.agent import Content, EventKind, NodeEvent, NodeIdentity, NodeOrder
+from headrace.fleet.ray.options import RayOptions
+from headrace.fleet.replica_processes import Listens
+from headrace.fleet.weights import name_elsewhere
+from headrace.machine.signals import first_of
+from headrace.observe.logs import relay
+from headrace.wire.leash import LeashRequests
+from headrace.wire.tls.files import CA_NAME, CERTIFICATE_NAME, KEY_NAME, TlsRole
+
+log = logging.getLogger(__name__)
+
+LOST = 69
+"""Exit status of a replica whose agent is gone, with its node or by itself (EX_UNAVAILABLE)."""
+
+PLACE_NOTICE_S = 10.0
+
+
+class AgentLost(HeadraceError):
+    """Ray has given up the agent: its process or its node has ended."""
+
+
+class RemoteAgent(Protocol):
+    """A `NodeAgent` in a process elsewhere."""
+
+    async def call(self, method: str, *arguments: object) -> Any:
+        """A method's result. The first call waits until the agent has a place. Raises AgentLost."""
+        ...
+
+    def end(self) -> None:
+        """Its processes end with it. Waits for nothing."""
+        ...
+
+
+class AgentCluster(Protocol):
+    def agent(self) -> RemoteAgent: ...
+
+    def request(self, num_replicas: int) -> None:
+        """Asks for machines for this number of replicas in all. Blocks. Raises HeadraceError."""
+        ...
+
+
+class NodeChild:
+    """A replica on another machine, as `fleet.launcher.Child` describes it. Killed, it has ended at once: nothing there is waited for."""
+
+    def __init__(
+        self,
+        label: str,
+        agent: RemoteAgent,
+        order: Callable[[NodeIdentity], NodeOrder],
+        configs: Callable[[], Sequence[Content]],
+        listens: Callable[[str], None],
+    ) -> None:
+        """listens: takes the address"""
+        self.label = label
+        self.failure: Failure | None = None
+        self.pids: Sequence[int] = ()
+        self.asked = LeashRequests(self._write)
+        self._agent = agent
+        self._order = order
+        self._configs = configs
+        self._listens = listens
+        self._is_ordered = False
+        self._calls: set[asyncio.Task[None]] = set()
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[dict[str, object]] = loop.create_future()
+        self._cut: asyncio.Future[int] = loop.create_future()
+        self.exited: asyncio.Task[int] = asyncio.create_task(self._live(), name=f"child {label}")
+
+    def terminate(self) -> None:
+        if self._is_ordered:
+            self._call(self._agent.call("terminate"))
+        else:
+            self._end(0)
+
+    def kill(self) -> None:
+        self._end(-signal.SIGKILL)
+
+    def _end(self, status: int) -> None:
+        if not self._cut.done():
+            self._cut.set_result(status)
+
+    async def _live(self) -> int:
+        following = asyncio.create_task(self._follow(), name=f"events of {self.label}")
+        try:
+            await first_of(following, self._cut)
+            return self._cut.result() if self._cut.done() else following.result()
+        except HeadraceError as error:
+            self.failure = Failure(str(error), can_retry=not isinstance(error, ConfigError))
+            return LOST
+        finally:
+            self.ready.cancel()
+            self.asked.close()
+            for task in (following, *self._calls):
+                task.cancel()
+            self._agent.end()
+
+    async def _follow(self) -> int:
+        notice = asyncio.get_running_loop().call_later(PLACE_NOTICE_S, log.info, "%s waits for a node that has room for it", self.label)
+        try:
+            identity: NodeIdentity = await self._agent.call("identity")
+        finally:
+            notice.cancel()
+        if identity.version != __version__:
+            reason = f"has Headrace {identity.version}, and this supervisor is {__version__}"
+            raise ConfigError(f"the node {identity.host}", reason, "Install the same version on all of them.")
+        log.info("%s is placed on %s", self.label, identity.host)
+        order = self._order(identity)
+        self._is_ordered = True
+        self.pids = await self._agent.call("start", order)
+        taken = 0
+        while True:
+            for event in await self._agent.call("events", taken):
+                taken = event.number
+                if (status := self._take(event)) is not None:
+                    return status
+
+    def _take(self, event: NodeEvent) -> int | None:
+        """The exit status, once it has ended."""
+        about = event.about
+        if event.kind is EventKind.SAID:
+            relay(about["line"], about["label"])
+        elif event.kind is EventKind.READY:
+            self._listens(str(about["address"]))
+            self.ready.set_result(dict(about))
+        else:
+            self.label = about["label"]
+            if about["reason"]:
+                self.failure = Failure(about["reason"], about["can_retry"])
+            return int(about["status"])
+        return None
+
+    def _write(self, data: bytes) -> None:
+        self._call(self._reload(json.loads(data)["id"]))
+
+    async def _reload(self, request_id: int) -> None:
+        answer: Mapping[str, object] = {"event": "reloaded"}  # without an order yet, the file is read with it
+        if self._is_ordered:
+            answer = await self._agent.call("reload", self._configs())
+        self.asked.take({**answer, "id": request_id})
+
+    def _call(self, call: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._logged(call), name=f"call to {self.label}")
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _logged(self, call: Coroutine[Any, Any, None]) -> None:
+        try:
+            await call
+        except HeadraceError as error:
+            log.warning("%s was not reached: %s", self.label, error)
+
+
+class RayHost:
+    """A `fleet.replica_processes.ReplicaHost`."""
+
+    is_this_machine = False
+
+    def __init__(self, cluster: AgentCluster, options: RayOptions, folder: Path) -> None:
+        """folder: private directory of the deployment. Raises ConfigError"""
+        self._cluster = cluster
+        self._options = options
+        self._authority = make_authority(datetime.now(UTC))
+        key, certificate = make_certificate(self._authority, TlsRole.GATEWAY, (), datetime.now(UTC))
+        self._tls = folder / "gateway-tls"
+        files = {CA_NAME: self._authority.certificate, CERTIFICATE_NAME: certificate}
+        write_folder(self._tls, {**{name: pem_of_certificate(each) for name, each in files.items()}, KEY_NAME: pem_of_key(key)})
+        self._num_wanted = 0
+        self._num_requested = 0
+        self._requesting: asyncio.Task[None] | None = None
+
+    async def launch(self, config: FleetConfig, spec: ModelSpec, files: ReplicaFiles, listens: Listens) -> Child:
+        token = secrets.token_urlsafe(TOKEN_BYTES)
+        configs = partial(_read, files)
+
+        def order(identity: NodeIdentity) -> NodeOrder:
+            named = {**spec.sources, **({str(spec.folder): spec.source} if spec.source else {})}
+            return NodeOrder(
+                replica=files.name,
+                command=config.engine_command[1:],
+                configs=configs(),
+                sources={folder: name_elsewhere(name, Path(folder)) for folder, name in named.items()},
+                withheld=sorted(config.key_variables),
+                authority=pem_of_certificate(self._authority.certificate),
+                certificate=self._certificate_for(identity),
+                token=token,
+                num_threads=self._options.num_cpus,
+            )
+
+        def listen(address: str) -> None:
+            listens({"address": address, "token": token, "tls_dir": str(self._tls)})
+
+        return NodeChild(files.name, self._cluster.agent(), order, configs, listen)
+
+    def _certificate_for(self, identity: NodeIdentity) -> bytes:
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+        key = load_pem_public_key(identity.public_key)
+        assert isinstance(key, ec.EllipticCurvePublicKey), "agents make no others"
+        return pem_of_certificate(certify(self._authority, key, TlsRole.ENGINE, [identity.host], datetime.now(UTC)))
+
+    def want(self, num_replicas: int) -> None:
+        self._num_wanted = num_replicas
+        if self._requesting is None or self._requesting.done():
+            self._requesting = asyncio.create_task(self._request(), name="request to the cluster")
+
+    async def _request(self) -> None:
+        """One after another, and the last number last."""
+        while self._num_requested != self._num_wanted:
+            number = self._num_requested = self._num_wanted
+            try:
+                await asyncio.to_thread(self._cluster.request, number)
+            except HeadraceError as error:
+                log.warning("the cluster was not asked for machines for %d replicas: %s", number, error)
+
+    async def close(self) -> None:
+        """What it has asked the cluster for is taken back."""
+        self.want(0)
+        assert self._requesting is not None, "want has made it"
+        await self._requesting
+
+
+def _read(files: ReplicaFiles) -> Sequence[Content]:
+    return [read_json_object(path) for path in files.configs]
