@@ -103,9 +103,10 @@ class Gateway:
         assert said.pop("id") == 5
         return said
 
-    def replicas(self) -> Mapping[str, Any]:
-        status: Mapping[str, Any] = self.ask("status")["models"]["fox"]
-        return status
+    def states(self) -> dict[str, tuple[bool, str, int]]:
+        """Of each replica: whether it is ready, why not, and the number of open requests."""
+        replicas = self.ask("status")["models"]["fox"]["replicas"]
+        return {name: (said["ready"], said["reason"], said["open"]) for name, said in replicas.items()}
 
 
 @contextmanager
@@ -169,22 +170,22 @@ def test_replicas_change_through_the_leash_while_a_stream_runs(shared: Gateway, 
     """Another replica comes, the stream's own is retired, and its connection is closed once the stream has ended."""
     place.write("gateway.json", "r0", timeouts={"failover_s": 0})
     assert shared.ask("reload") == {"event": "reloaded"}
-    until(lambda: set(shared.replicas()) == {"r0"})
+    until(lambda: set(shared.states()) == {"r0"})
     with shared.client() as client, shared.client() as other:
         with opened(client, max_tokens=ENDLESS) as lines:
-            assert shared.replicas() == {"r0": {"ready": True, "reason": "", "open": 1, "refused": False}}
+            assert shared.states() == {"r0": (True, "", 1)}
             place.write("gateway.json", "r1", timeouts={"failover_s": 0})
             assert shared.ask("reload") == {"event": "reloaded"}
-            assert shared.replicas()["r0"] == {"ready": False, "reason": "retired", "open": 1, "refused": False}
+            assert shared.states()["r0"] == (False, "retired", 1)
             shared.until("/ready", 200)
             assert answered(other).status_code == 200
             assert [next(lines).startswith("data: ") for _ in range(5)] == [True] * 5
-        idle = {"ready": True, "reason": "", "open": 0, "refused": False}
-        until(lambda: shared.replicas() == {"r1": idle})
+        idle = {"r1": (True, "", 0)}
+        until(lambda: shared.states() == idle)
     place.write("gateway.json", "r1", port=1, timeouts={"failover_s": 0})
     said = shared.ask("reload")
     assert (said["event"], "port" in said["reason"]) == ("refused", True)
-    assert shared.replicas() == {"r1": idle}
+    assert shared.states() == idle
 
 
 def test_a_stopped_engine_is_not_ready_until_it_goes_on(shared: Gateway, place: Place) -> None:
@@ -210,7 +211,7 @@ def test_a_stopped_engine_is_not_ready_until_it_goes_on(shared: Gateway, place: 
 def test_a_killed_engine_ends_its_streams_with_an_error_that_can_be_retried(shared: Gateway, place: Place) -> None:
     place.write("gateway.json", "r0", timeouts={"failover_s": 0})
     assert shared.ask("reload") == {"event": "reloaded"}
-    until(lambda: set(shared.replicas()) == {"r0"})
+    until(lambda: set(shared.states()) == {"r0"})
     with shared.client() as client:
         with opened(client, max_tokens=ENDLESS) as lines:
             place.engines["r0"].signal(signal.SIGKILL)

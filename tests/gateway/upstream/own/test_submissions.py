@@ -122,7 +122,7 @@ def test_the_time_to_the_first_token_is_counted_once() -> None:
     call.read(sent, 3.0, 0, token_ids=(7,))
     call.read(sent, 4.0, 0, token_ids=(8,), finish=FinishReason.STOP)
     sent.end(4.0, SubmissionResult.ANSWERED)
-    assert call.circuit.attempts == AttemptCounts(num_sent=1, num_begun=1, ttft_s=2.0)
+    assert call.circuit.attempts == AttemptCounts(num_sent=1, num_begun=1, ttft_s=2.0, ttft_s_squared=4.0)
 
 
 @pytest.mark.parametrize(
