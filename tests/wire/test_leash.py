@@ -107,7 +107,7 @@ def test_answers_carry_the_id_of_their_request(ends: tuple[Leash, socket.socket]
         "open": 3,
         "refused": False,
         "load": [2, 1, 0.25, 7, 90, 0.5],
-        "attempts": [9, 1, 0, 0, 0, 8, 1.5],
+        "attempts": [9, 1, 0, 0, 0, 8, 1.5, 0.0],
     }
     assert said["models"]["fox"] == {"replicas": {"fox-0": ready}, "arrived": 11, "held": 2, "wait_s": 0.75}
     assert said["models"]["far"] == {"replicas": {}, "arrived": 0, "held": 0, "wait_s": 0.0}
