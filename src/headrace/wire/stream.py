@@ -69,6 +69,7 @@ class ReplicaStream:
         "numerics",
         "plain_row_handler",
         "priority",
+        "required_numerics",
     )
 
     def __init__(
@@ -91,6 +92,8 @@ class ReplicaStream:
         self.num_tokens = len(request.prompt_ids) + (len(request.output_ids) + 1 if max_tokens is None else max_tokens)
         """For which a replica that continues it must have room; without max_tokens the next one at the request's beginning."""
         self.numerics = numerics
+        self.required_numerics: Numerics | None = None
+        """Set by its owner: of a replica that computed another part of the answer."""
         self._open_indices = set(request.indices)
         self.first_index = min(self._open_indices)
         self._on_end = on_end

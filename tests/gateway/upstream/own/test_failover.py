@@ -68,11 +68,13 @@ def start_anew(replica: FakeReplica, old: ReplicaInfo | None, instance_id: str) 
 
 
 def stream_of(bench: TestBench, text: TextModel, **params: Any) -> TokenStream:
-    """params: of the sampling, and the call's `name` and `max_output_tokens`"""
+    """params: of the sampling, and the call's `name`, `max_output_tokens` and `has_fallback`"""
     ids = tuple(text.tokenizer.encode("Hello there", add_special_tokens=True))
     name, room = RequestId(params.pop("name", "call")), params.pop("max_output_tokens", 1)
+    has_fallback = params.pop("has_fallback", False)
     given = SamplingParams(**{"seed": 5, "max_tokens": 40, "ignore_eos": True, **params})
-    call = PromptCall(request=EngineRequest(request_id=name, prompt_ids=ids, params=given), max_output_tokens=given.max_tokens or room)
+    request = EngineRequest(request_id=name, prompt_ids=ids, params=given)
+    call = PromptCall(request=request, max_output_tokens=given.max_tokens or room, has_fallback=has_fallback)
     upstream = bench.gateway.service.models.get(MODEL).upstream
     assert isinstance(upstream, TokenUpstream)
     return TokenStream(upstream._pool, text.tokenizer, call)
@@ -364,6 +366,73 @@ async def test_no_part_of_an_answer_comes_from_other_weights(text: TextModel, pa
         with pytest.raises(ReplicaLost):
             await read(stream, answer)
         assert second.requests == []
+
+
+SLOW = {"step_fixed_s": 0.5, "step_token_s": 0.001, "max_num_seqs": 1}
+FULL_QUEUE = {**SLOW, "num_running": 1, "num_waiting": 2, "num_queued_tokens": 40_000}
+
+
+def come(replica: FakeReplica) -> None:
+    replica.state = ConnectionState.CONNECTED
+    replica.snapshot = SeenLoad(snapshot(**SLOW), virtual_loop().time() + FAR)
+
+
+def keep_away(replica: FakeReplica) -> None:
+    replica.state = ConnectionState.DRAINING
+    replica.snapshot = SeenLoad(snapshot(is_asleep=True), virtual_loop().time() + FAR)
+
+
+@pytest.mark.parametrize("weights", ["ab", "cd"])
+@pytest.mark.parametrize(
+    ("params", "read_already"), [({"n": 2}, {"token_ids": (7,)}), ({"prompt_logprobs": 0}, {"token_ids": ()})], ids=["choice", "prompt"]
+)
+async def test_the_rest_of_an_answer_that_waits_moves_to_a_replica_that_comes_only_where_it_is_of_the_same_model(
+    text: TextModel, params: dict[str, Any], read_already: dict[str, Any], weights: str
+) -> None:
+    async with open_bench(text, models=some_replicas(3), timeouts=WAIT) as bench:
+        first, second, third = equal_replicas(bench)
+        assert third.info is not None
+        third.info = replace(third.info, model=replace(third.info.model, numerics=NUMERICS | {"weights": weights}))
+        keep_away(third)
+        for replica in (first, second):
+            replica.go.clear()
+
+        def say_once(request: EngineRequest, updates: ReplicaStream) -> None:
+            logprobs = (token_logprobs(request.prompt_ids[1], 0),) if "prompt_logprobs" in params else ()
+            updates.put(update_of(request, 0, prompt_logprobs=logprobs, **read_already))
+
+        first.on_submit = say_once
+        second.snapshot = SeenLoad(snapshot(**FULL_QUEUE), virtual_loop().time() + FAR)
+        stream, answer = stream_of(bench, text, **params), Answer()
+        answer.take(await stream.events())
+        first.die()
+        reader = asyncio.create_task(read(stream, answer))
+        await eventually(lambda: len(second.requests) == params.get("n", 1))
+        come(third)
+        await asyncio.sleep(2.0)
+        second.go.set()
+        await reader
+        assert len(third.requests) == (weights == "ab")
+        assert [len([event for event in events if event.finish]) for events in answer.events.values()] == [1] * params.get("n", 1)
+        assert stream.num_resumes == params.get("n", 1), "a move is no resume"
+
+
+@pytest.mark.parametrize("has_fallback", [False, True])
+async def test_a_request_that_the_replica_it_moves_to_refuses_goes_on_at_another(text: TextModel, has_fallback: bool) -> None:
+    async with open_bench(text, models=two_replicas(), timeouts={"failover_s": 5}) as bench:
+        first, second = equal_replicas(bench)
+        keep_away(second)
+        first.go.clear()
+        first.snapshot = SeenLoad(snapshot(**FULL_QUEUE), virtual_loop().time() + FAR)
+        second.on_submit = lambda request, updates: updates.reject(Overloaded("full", retry_after_s=1.0))
+        stream, answer = stream_of(bench, text, has_fallback=has_fallback), Answer()
+        reader = asyncio.create_task(read(stream, answer))
+        await eventually(lambda: len(first.requests) == 1)
+        come(second)
+        await eventually(lambda: len(first.requests) == 2)
+        first.go.set()
+        await reader
+        assert (len(second.requests), answer.num_tokens, stream.num_resumes) == (1, 40, 0)
 
 
 def die_soon(replica: FakeReplica, request: EngineRequest, updates: ReplicaStream) -> None:

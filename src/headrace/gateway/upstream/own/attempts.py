@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.ids import RequestId
-from headrace.core.model_info import Numerics, numerics_digest
+from headrace.core.model_info import Numerics, numerics_digest, why_not_resume
 from headrace.core.request import EngineRequest
 from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.gateway.upstream.own.moves import Moved
@@ -61,11 +61,14 @@ class PromptCall:
 class SequenceGroup:
     """Sequences of a call that are submitted together: at first all of them, after a loss one per group.
 
-    wait_until  after a loss, the time on the pool's clock at which waiting for a replica ends; None: no loss
+    numerics    of the part of the answer that was read already: it goes on only at a replica of equal ones
+    wait_until  after a loss or a move, the time on the pool's clock at which waiting for a replica ends; None: neither
     num_read    output ids of the whole call that were read before the group was submitted
     num_prompt_logprobs  prompt positions whose log-probabilities this submission has sent
     is_earlier  the output ids come from an earlier stream of the client, not from a loss
-    target      it waited elsewhere when this replica became ready
+    is_first    no attempt of it was lost, so that its cached tokens and queue time are the answer's
+    is_moved    it was sent again since it waited elsewhere when another replica became ready
+    target      that replica, until it was asked
     """
 
     indices: tuple[int, ...]
@@ -80,6 +83,8 @@ class SequenceGroup:
     num_read: int = 0
     num_prompt_logprobs: int = 0
     is_earlier: bool = False
+    is_first: bool = True
+    is_moved: bool = False
     target: Replica | None = None
 
 
@@ -133,7 +138,7 @@ class CallAttempts:
         self._numerics = numerics
         wait_until = self._pool.clock() + self._pool.failover_s
         required = numerics if any(self.output_ids) else None
-        self._groups = [SequenceGroup((index,), required, wait_until, is_earlier=True) for index in sorted(self._open)]
+        self._groups = [SequenceGroup((index,), required, wait_until, is_earlier=True, is_first=False) for index in sorted(self._open)]
 
     def end(self, index: int, finish: FinishReason | None) -> None:
         self._open.discard(index)
@@ -217,7 +222,7 @@ class CallAttempts:
             self._num_prompt_logprobs = max(num_known, group.num_prompt_logprobs)
             if num_known > begin:
                 update = update._replace(prompt_logprobs=update.prompt_logprobs[num_known - begin :])
-        if group.wait_until is not None and group.target is None:
+        if not group.is_first:
             update = update._replace(num_cached_tokens=None, queue_time_s=None, miss_reason=None)
         return update
 
@@ -269,18 +274,19 @@ class CallAttempts:
             if self._call.unsent is not None:
                 self._call.unsent.uncount()
             self.epoch += 1
-            self.num_resumes += group.wait_until is not None and group.target is None and not group.is_earlier
+            self.num_resumes += not (group.is_first or group.is_moved or group.is_earlier)
             group.replica, group.request_id, group.num_read = replica, request.request_id, self._num_read
             group.epoch = self.epoch
             group.num_prompt_logprobs = 0
             group.updates.plain_row_handler = self._handler
+            group.updates.required_numerics = group.numerics
             for index in group.indices:
                 self.replicas[index] = str(replica.name)
             return
 
     def _chosen(self, group: SequenceGroup, whole: EngineRequest, num_output: int, chunks: Sequence[int]) -> tuple[Replica, ReplicaChoice]:
-        target = group.target
-        if target is not None and target.instance not in group.tried:
+        target, group.target = group.target, None
+        if target is not None and (group.numerics is None or not why_not_resume(group.numerics, target.numerics)):
             return target, ReplicaChoice(target.name, CAME)
         return self._pool.pick(
             whole, num_output=num_output, tried=group.tried, numerics=group.numerics, session=self._call.session, chunks=chunks
@@ -306,22 +312,24 @@ class CallAttempts:
         if not isinstance(error, Overloaded | Unavailable | RequestTooLarge):
             self._drop_all()
             raise error if isinstance(error, HeadraceError) else Unavailable(LOST)
-        if group.wait_until is not None:
-            await self._wait(group, error)
-            return
-        if len(group.tried) < MAX_TRIES:
+        if (group.wait_until is None or group.is_moved) and len(group.tried) < MAX_TRIES:
             with suppress(Unavailable):
                 self._submit(group)
                 return
+        if group.wait_until is not None:
+            await self._wait(group, error)
+            return
         self._drop_all()
         raise error
 
     def _move(self, group: SequenceGroup, target: Replica) -> None:
-        """Nothing of it was read: it is sent again as it was."""
+        """Nothing of these sequences was read: they are sent again as they were."""
         assert group.submission is not None
         group.submission.end(self._pool.clock(), SubmissionResult.MOVED)
         self._drop(group)
-        self._groups.append(SequenceGroup(group.indices, None, self._pool.clock() + self._pool.failover_s, target=target))
+        wait_until = self._pool.clock() + self._pool.failover_s
+        moved = SequenceGroup(group.indices, group.numerics, wait_until, is_first=group.is_first, is_moved=True, target=target)
+        self._groups.append(moved)
 
     # -- after a loss --------------------------------------------------------------------------------------------------------------
 
@@ -342,9 +350,9 @@ class CallAttempts:
             self._give_up(required, error)
         wait_until = self._pool.clock() + wait_s
         if len(indices) == len(self.output_ids) and not has_output:
-            self._groups.append(SequenceGroup(group.indices, required, wait_until))
+            self._groups.append(SequenceGroup(group.indices, required, wait_until, is_first=False))
             return
-        self._groups += [SequenceGroup((index,), required, wait_until) for index in indices]
+        self._groups += [SequenceGroup((index,), required, wait_until, is_first=False) for index in indices]
 
     def _may_resume_again(self, group: SequenceGroup) -> bool:
         """Several groups at one lost connection count as one loss."""

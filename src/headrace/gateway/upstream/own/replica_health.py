@@ -9,7 +9,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from headrace.core.grammar import CANNOT_CONTINUE
 from headrace.core.load import AttemptCounts, LoadSnapshot
-from headrace.core.model_info import Numerics
+from headrace.core.model_info import Numerics, why_not_resume
 from headrace.core.request import PriorityClass
 from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.gateway.upstream.seam import ReplicaHealth
@@ -216,7 +216,10 @@ class Replica:
         return unbegun[-num_waiting:] if num_waiting else []
 
     def can_take(self, stream: ReplicaStream) -> bool:
-        """As far as its size and its adapter go."""
+        """As far as its size, its adapter, and the model of what its client has go."""
+        required = stream.required_numerics
+        if required is not None and why_not_resume(required, self.numerics):
+            return False
         return self.max_model_len >= stream.num_tokens and self.has_adapter(stream.adapter, stream.adapter_digest)
 
     def health(self, reason: str, now: float) -> ReplicaHealth:
