@@ -41,6 +41,12 @@ class HeldTerms(NamedTuple):
     num_bytes: int = 0
     max_output_tokens: int | None = None
 
+    @classmethod
+    def of(cls, request: EngineRequest, max_output_tokens: int) -> HeldTerms:
+        """max_output_tokens: of each sequence"""
+        num_bytes = BYTES_PER_TOKEN * len(request.prompt_ids)
+        return cls(request.tenant, request.priority, request.tier, num_bytes, max_output_tokens * request.params.n)
+
     @property
     def num_tokens(self) -> int:
         """An estimate."""

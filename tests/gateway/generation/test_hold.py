@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from gateway_kit import MODEL, TestBench, chat_body, events_of, gateway_config, metric, open_bench, snapshot
 from virtual_time import virtual_loop
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, Unavailable
 from headrace.core.request import EngineRequest
 from headrace.gateway.http.sse import PING_S
 from headrace.gateway.upstream.own.holding import HOLD_S
+from headrace.gateway.upstream.own.upstream import TokenUpstream
+from headrace.gateway.upstream.seam import Prepared
 from headrace.policy import holding
 from headrace.policy.admission import BUSY_DEPTH
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, ReplicaInfo, SeenLoad
+from headrace.wire.stream import ReplicaStream
 
 pytestmark = pytest.mark.loop
 
@@ -225,6 +230,122 @@ async def test_a_fallbacks_answer_shows_that_the_model_is_wanted(text: TextModel
         assert ((await bench.chat()).json()["model"], held(bench)) == ("cub", 1)
         await asyncio.sleep(31.0)
         assert held(bench) == 0
+
+
+@asynccontextmanager
+async def between_hold_and_submission(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch, happens: Callable[[TestBench], Awaitable[None]], **changes: Any
+) -> AsyncIterator[TestBench]:
+    async with open_bench(text, **changes) as bench:
+        await asyncio.sleep(1.0)
+        prepare = TokenUpstream.prepare
+
+        async def prepared(*args: Any) -> Prepared:
+            made = await prepare(*args)
+            await happens(bench)
+            return made
+
+        monkeypatch.setattr(TokenUpstream, "prepare", prepared)
+        yield bench
+
+
+async def falls_asleep(bench: TestBench) -> None:
+    assert bench.replica.info is not None
+    start(bench, bench.replica.info, is_asleep=True)
+
+
+async def is_lost(bench: TestBench) -> None:
+    lose(bench)
+
+
+async def goes_to_zero(bench: TestBench) -> None:
+    await apply(bench, ASLEEP)
+
+
+async def comes_back(bench: TestBench, info: ReplicaInfo) -> None:
+    await apply(bench, AWAKE)
+    start(bench, info)
+
+
+@pytest.mark.parametrize("happens", [falls_asleep, is_lost, goes_to_zero])
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream": True}], ids=["whole", "choices", "stream"])
+async def test_a_request_waits_again_where_its_replica_leaves_before_it_is_sent(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch, happens: Callable[[TestBench], Awaitable[None]], fields: dict[str, Any]
+) -> None:
+    async with between_hold_and_submission(text, monkeypatch, happens, models=[AWAKE], timeouts={"failover_s": 30}) as bench:
+        info = bench.replica.info
+        assert info is not None
+        asking = asyncio.create_task(bench.chat(max_tokens=3, **fields))
+        await asyncio.sleep(5.0)
+        assert (held(bench), asking.done()) == (1, False), "the supervisor sees it"
+        await comes_back(bench, info)
+        answer = await asking
+        assert (answer.status_code, held(bench), "error" in answer.text) == (200, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("timeouts", "code"), [({"failover_s": 0}, 503), ({"failover_s": 30}, 503), ({"failover_s": 30, "request_s": 20}, 504)]
+)
+async def test_a_second_wait_ends_like_the_first(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch, timeouts: dict[str, float], code: int
+) -> None:
+    async with between_hold_and_submission(text, monkeypatch, is_lost, timeouts=timeouts) as bench:
+        began = virtual_loop().time()
+        assert (await bench.chat()).status_code == code
+        assert virtual_loop().time() - began == pytest.approx(min(timeouts.values()) if code == 503 else 20.0, abs=1.5)
+        assert held(bench) == 0
+
+
+async def test_a_second_wait_is_refused_once_the_model_cannot_be_served(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with between_hold_and_submission(text, monkeypatch, goes_to_zero, models=[AWAKE]) as bench:
+        asking = asyncio.create_task(bench.chat())
+        await asyncio.sleep(5.0)
+        await apply(bench, {**ASLEEP, "unavailable": "Its engine refused its weights."})
+        answer = await asking
+        assert (answer.status_code, "refused its weights" in answer.text) == (503, True)
+
+
+async def test_a_client_that_leaves_in_its_second_wait_gives_its_place_back(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with between_hold_and_submission(text, monkeypatch, falls_asleep) as bench:
+        leaving = asyncio.create_task(bench.chat(stream=True))
+        await asyncio.sleep(3 * PING_S)
+        assert held(bench) == 1
+        leaving.cancel()
+        assert bench.replica.info is not None
+        start(bench, bench.replica.info)
+        await asyncio.sleep(0.5)
+        assert (held(bench), bench.replica.requests) == (0, [])
+
+
+async def test_a_request_that_an_engine_refuses_because_it_fell_asleep_waits_for_it(text: TextModel) -> None:
+    async with open_bench(text) as bench:
+        await asyncio.sleep(1.0)
+        info = bench.replica.info
+        assert info is not None
+
+        def refuse(_request: EngineRequest, stream: ReplicaStream) -> None:
+            bench.replica.on_submit = None
+            start(bench, info, is_asleep=True)
+            stream.reject(Unavailable("this replica is asleep"))
+
+        bench.replica.on_submit = refuse
+        asking = asyncio.create_task(bench.chat(max_tokens=3))
+        await asyncio.sleep(20.0)
+        assert held(bench) == 1
+        start(bench, info)
+        assert (await asking).status_code == 200
+        assert len(bench.replica.requests) == 2
+
+
+async def test_a_request_that_no_open_replica_fits_does_not_wait(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def shrinks(bench: TestBench) -> None:
+        info = bench.replica.info
+        assert info is not None
+        bench.replica.info = replace(info, model=replace(info.model, max_model_len=1))
+
+    async with between_hold_and_submission(text, monkeypatch, shrinks) as bench:
+        began = virtual_loop().time()
+        assert ((await bench.chat()).status_code, virtual_loop().time() - began) == (503, 0.0)
 
 
 def test_a_model_without_replicas_needs_a_reason() -> None:

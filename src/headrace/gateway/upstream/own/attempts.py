@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.ids import RequestId
@@ -24,6 +24,7 @@ from headrace.gateway.upstream.own.replicas import ReplicaPool
 from headrace.gateway.upstream.own.submissions import Submission, SubmissionResult, Submissions
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.policy.admission import UnsentRequest
+from headrace.policy.holding import HeldTerms
 from headrace.policy.routing.choice import ReplicaChoice
 from headrace.wire.stream import NO_NUMERICS, PlainRowHandler, ReplicaStream
 
@@ -99,7 +100,8 @@ class CallAttempts:
         self._open = set(range(num_sequences))
         self._groups = [SequenceGroup(tuple(range(num_sequences)))]
         self._reads: dict[asyncio.Task[list[SequenceUpdate]], SequenceGroup] = {}
-        self._waits: set[asyncio.Task[None]] = set()
+        self._waits: set[asyncio.Task[Any]] = set()
+        self._held_until: float | None = None
         self._handler: PlainRowHandler | None = None
         self.submissions = Submissions(num_sequences, pool.clock)
         self.replicas: list[str | None] = [None] * num_sequences
@@ -246,17 +248,17 @@ class CallAttempts:
     # -- submitting ----------------------------------------------------------------------------------------------------------------
 
     async def _place(self, group: SequenceGroup) -> None:
-        """Raises Unavailable, or ReplicaLost after a loss."""
+        """Raises Unavailable where no replica comes that takes it, ReplicaLost after a loss."""
         self.submissions.begin()
         while group in self._groups:
             try:
                 self._submit(group)
                 return
             except Unavailable as error:
-                if group.wait_until is None:
-                    self._drop_all()
-                    raise
-                await self._wait(group, error)
+                if group.wait_until is not None:
+                    await self._wait(group, error)
+                else:
+                    await self._hold(group, error)
 
     def _submit(self, group: SequenceGroup) -> None:
         """Raises Unavailable."""
@@ -318,9 +320,33 @@ class CallAttempts:
                 return
         if group.wait_until is not None:
             await self._wait(group, error)
-            return
-        self._drop_all()
-        raise error
+        elif isinstance(error, Unavailable):
+            await self._hold(group, error)
+        else:
+            self._drop_all()
+            raise error
+
+    async def _hold(self, group: SequenceGroup, error: Unavailable) -> None:
+        """No replica took it: it waits again where all fell asleep, were retired or were lost since it was held. Raises Unavailable."""
+        call, now = self._call, self._pool.clock()
+        terms, hold = HeldTerms.of(call.request, call.max_output_tokens), None
+        try:
+            hold = None if call.has_fallback else self._pool.hold_again(terms, call.unsent)
+            if hold is None:
+                raise error
+            self._held_until = self._held_until or now + hold.limit_s
+            group.tried.clear()
+            await self._wait_for(asyncio.create_task(asyncio.wait((hold.released,))), self._held_until - now)
+            if hold.released.done():
+                hold.released.result()
+            elif group in self._groups:
+                raise error
+        except Unavailable:
+            self._drop_all()
+            raise
+        finally:
+            if hold is not None:
+                hold.leave()
 
     def _move(self, group: SequenceGroup, target: Replica) -> None:
         """Nothing of these sequences was read: they are sent again as they were."""
@@ -375,7 +401,9 @@ class CallAttempts:
 
     async def _wait_for_change(self, group: SequenceGroup, timeout_s: float) -> None:
         group.tried.clear()
-        wait = asyncio.ensure_future(self._pool.wait_for_change())
+        await self._wait_for(asyncio.create_task(self._pool.wait_for_change()), timeout_s)
+
+    async def _wait_for(self, wait: asyncio.Task[Any], timeout_s: float) -> None:
         self._waits.add(wait)
         try:
             await asyncio.wait((wait,), timeout=timeout_s)

@@ -255,6 +255,10 @@ class ReplicaPool:
         self._release()
         return hold
 
+    def hold_again(self, terms: HeldTerms, unsent: UnsentRequest | None) -> Hold | None:
+        """For a request that no replica took. None: an open one does not fit it, or none would come. Raises as `hold`."""
+        return None if self._is_open else self.hold(lambda: terms, unsent)
+
     @property
     def _is_open(self) -> bool:
         return any(replica.connection.state is ConnectionState.CONNECTED and not replica.is_asleep for replica in self.replicas)
