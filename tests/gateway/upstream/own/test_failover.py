@@ -417,6 +417,28 @@ async def test_the_rest_of_an_answer_that_waits_moves_to_a_replica_that_comes_on
         assert stream.num_resumes == params.get("n", 1), "a move is no resume"
 
 
+@pytest.mark.parametrize("weights", ["ab", "cd"])
+async def test_a_choice_without_a_token_of_an_earlier_stream_moves_only_to_the_same_model(text: TextModel, weights: str) -> None:
+    async with open_bench(text, models=two_replicas(), timeouts=WAIT) as bench:
+        first, second = equal_replicas(bench)
+        assert second.info is not None
+        second.info = replace(second.info, model=replace(second.info.model, numerics=NUMERICS | {"weights": weights}))
+        keep_away(second)
+        first.go.clear()
+        first.snapshot = SeenLoad(snapshot(**FULL_QUEUE), virtual_loop().time() + FAR)
+        stream, answer = stream_of(bench, text, n=2), Answer()
+        stream.attempts.keep(0, [7])
+        stream.attempts.continue_earlier(NUMERICS)
+        reader = asyncio.create_task(read(stream, answer))
+        await eventually(lambda: len(first.requests) == 2)
+        come(second)
+        await asyncio.sleep(2.0)
+        first.go.set()
+        await reader
+        assert [request.first_index for request in second.requests] == ([1] if weights == "ab" else [])
+        assert stream.num_resumes == 0
+
+
 @pytest.mark.parametrize("has_fallback", [False, True])
 async def test_a_request_that_the_replica_it_moves_to_refuses_goes_on_at_another(text: TextModel, has_fallback: bool) -> None:
     async with open_bench(text, models=two_replicas(), timeouts={"failover_s": 5}) as bench:
