@@ -348,6 +348,20 @@ async def test_a_request_that_no_open_replica_fits_does_not_wait(text: TextModel
         assert ((await bench.chat()).status_code, virtual_loop().time() - began) == (503, 0.0)
 
 
+async def test_an_engine_that_sleeps_is_wanted_where_something_else_answers(text: TextModel) -> None:
+    cub = {"name": "cub", "folder": "/nowhere", "replicas": [{"name": "of-cub", "address": "unix:/nowhere"}]}
+    async with open_bench(text, models=[{**AWAKE, "fallbacks": {"failed": ["cub"]}}, cub]) as bench:
+        await asyncio.sleep(1.0)
+        replica = bench.replicas["r0"]
+        assert ((await bench.chat(max_tokens=3)).json()["model"], held(bench)) == (MODEL, 0)
+        replica.snapshot = SeenLoad(snapshot(is_asleep=True), virtual_loop().time() + FAR_S)
+        assert held(bench) == 0, "what an engine answered before it slept does not wake it"
+        assert (await bench.chat(max_tokens=3)).json()["model"] == "cub"
+        assert bench.reloader.status()[MODEL].num_held == 1
+        replica.snapshot = SeenLoad(snapshot(), virtual_loop().time() + FAR_S)
+        assert ((await bench.chat(max_tokens=3)).json()["model"], held(bench)) == (MODEL, 0)
+
+
 def test_a_model_without_replicas_needs_a_reason() -> None:
     with pytest.raises(ConfigError, match="starts_on_demand"):
         gateway_config(models=[{**ASLEEP, "starts_on_demand": False}])

@@ -398,7 +398,7 @@ class Upstream(ABC):
         return None
 
     def note_wanted(self) -> None:
-        """Something else answers a request for it."""
+        """A request for it does not wait: something else may answer."""
         return
 
     @property

@@ -18,8 +18,11 @@ async def hold(call: Call, call_next: CallNext, *, clock: Clock, watch: StreamWa
     """A continued stream does not wait here. Raises Unavailable where the wait is over or too many wait, and DeadlineBeforeStart."""
     if call.model is not call.asked:
         call.asked.upstream.note_wanted()
-    is_answered = call.has_fallback or call.earlier is not None
-    held = None if is_answered else call.model.upstream.hold(lambda: _terms(call), call.unsent, call.parsed.routing)
+    held = None
+    if call.has_fallback or call.earlier is not None:
+        call.model.upstream.note_wanted()
+    else:
+        held = call.model.upstream.hold(lambda: _terms(call), call.unsent, call.parsed.routing)
     if held is not None:
         try:
             await _wait(call, held, clock, watch)

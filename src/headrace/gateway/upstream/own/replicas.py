@@ -239,11 +239,16 @@ class ReplicaPool:
 
     @property
     def num_held(self) -> int:
-        """Also 1 for WANTED_S after something else has answered for a model without a replica."""
-        return len(self._held) or int(self.is_asleep and self.clock() < self._wanted_until)
+        """Also 1 for WANTED_S after a request that did not wait came to a model that sleeps."""
+        return len(self._held) or int(self._can_wake and self.clock() < self._wanted_until)
 
     def note_wanted(self) -> None:
-        self._wanted_until = self.clock() + WANTED_S
+        if self._can_wake:
+            self._wanted_until = self.clock() + WANTED_S
+
+    @property
+    def _can_wake(self) -> bool:
+        return self.is_asleep or (not self._is_open and any(replica.is_asleep for replica in self.replicas))
 
     def hold(self, terms: Callable[[], HeldTerms], unsent: UnsentRequest | None) -> Hold | None:
         """None: the request need not wait, or no replica would come. Raises Unavailable at a bound."""
