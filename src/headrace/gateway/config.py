@@ -226,7 +226,7 @@ class GatewayConfig:
 
     @property
     def pool_rules(self) -> PoolRules:
-        return PoolRules(self.timeouts.failover_s, self.routing)
+        return PoolRules(self.timeouts.failover_s, self.routing, self.admission)
 
     @property
     def request_log_target(self) -> str:

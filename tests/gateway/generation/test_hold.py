@@ -150,6 +150,35 @@ async def test_no_more_begin_than_the_queue_of_the_replica_takes(text: TextModel
         assert {answer.status_code for answer in await asyncio.gather(*asked, late)} == {200}
 
 
+async def test_what_is_held_is_not_starved_by_another_gateway(text: TextModel) -> None:
+    full = {"num_running": 256, "max_num_seqs": 256, "step_fixed_s": 0.02, "step_token_s": 1e-5, "num_queued_tokens": 1200}
+    async with open_bench(text) as other, open_bench(text) as bench:
+        info = lose(bench)
+        asked = [asyncio.create_task(bench.chat(max_tokens=3)) for _ in range(30)]
+        await asyncio.sleep(1.0)
+        start(bench, info, num_waiting=BUSY_DEPTH + 2, **full)
+        other.replica.snapshot = bench.replica.snapshot
+        assert (await other.chat(max_tokens=3)).status_code == 200, "admission lets it join"
+        await asyncio.sleep(1.0)
+        assert held(bench) == 30
+        await asyncio.sleep(2.0)
+        assert 5 <= held(bench) < 30, "they go one by one"
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+
+
+async def test_what_is_held_does_not_join_a_queue_that_admission_refuses(text: TextModel) -> None:
+    full = {"num_running": 4, "max_num_seqs": 4, "step_fixed_s": 1.0, "step_token_s": 0.1, "num_queued_tokens": 10**6}
+    async with open_bench(text) as bench:
+        info = lose(bench)
+        asking = asyncio.create_task(bench.chat(max_tokens=3))
+        await asyncio.sleep(1.0)
+        start(bench, info, num_waiting=1000, **full)
+        await asyncio.sleep(10.0)
+        assert held(bench) == 1
+        start(bench, info)
+        assert (await asking).status_code == 200
+
+
 @pytest.mark.parametrize("is_streaming", [False, True])
 async def test_a_wait_ends_with_503_and_a_deadline_with_504(text: TextModel, is_streaming: bool) -> None:
     for request_s, wait_s, code in ((None, HOLD_S, "unavailable"), (40.0, 40.0, "deadline_exceeded")):

@@ -118,6 +118,7 @@ class ModelOpener:
                 clock=self._sources.clock,
                 failover_s=rules.failover_s,
                 routing=rules.routing,
+                admission=rules.admission,
                 slow_start_s=SLOW_START_S,
                 on_closed=partial(self.on_closed, config.name),
                 totals=self._held,

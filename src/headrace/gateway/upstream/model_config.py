@@ -16,6 +16,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.model_names import check_free_name, check_model_names
 from headrace.core.option import Role, check_options, option, required
 from headrace.machine.hosts import is_link_local
+from headrace.policy.config import AdmissionRules
 from headrace.policy.fallbacks import MAX_FALLBACKS, NO_FALLBACKS, FallbackReason, Fallbacks
 from headrace.policy.routing.routes import ModelRoute, RouteTarget, ShadowTarget
 from headrace.policy.routing.wishes import OWN_ENGINES
@@ -32,10 +33,11 @@ _LINK_LOCAL = "Cloud machines hand out credentials at such addresses: name the s
 
 
 class PoolRules(NamedTuple):
-    """failover_s: 0: a call ends when its replica is lost; routing: a name of `POLICIES`"""
+    """failover_s: 0: a call ends when its replica is lost; routing: a name of `POLICIES`; admission: also holds for what was held"""
 
     failover_s: float
     routing: str
+    admission: AdmissionRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from headrace.core.ids import SeqId
 from headrace.core.request import PriorityClass
 from headrace.gateway.upstream.seam import Hold
 from headrace.policy.admission import UnsentRequest
-from headrace.policy.holding import FULL, FULL_RETRY_S, HeldQueue, HeldTerms, HeldTotals
+from headrace.policy.holding import FULL, FULL_RETRY_S, MAX_HELD, HeldQueue, HeldTerms, HeldTotals
 
 HOLD_S = 600.0
 """The longest wait for a replica that starts."""
@@ -46,18 +46,19 @@ class HeldRequests:
         if self._open.pop(number, None) is not None:
             self._queue.remove(number)
 
-    def release(self, has_room: Callable[[int], bool]) -> None:
-        """has_room: of the model's unsent requests, asked before each one"""
-        now = self._clock()
-        while (number := self._queue.head(now)) is not None:
+    def release(self, has_room: Callable[[int], bool], *, at_most: int = MAX_HELD) -> int:
+        """How many. has_room: of the model's unsent requests, asked before each one"""
+        now, num_before = self._clock(), len(self._queue)
+        while num_before - len(self._queue) < at_most and (number := self._queue.head(now)) is not None:
             released, unsent = self._open[number]
             if not has_room(0 if unsent is None else unsent.num_counted):
-                return
+                break
             del self._open[number]
             self._queue.release(number, now)
             if unsent is not None:
                 unsent.count()
             released.set_result(None)
+        return num_before - len(self._queue)
 
     def refuse(self, error: Callable[[], Unavailable]) -> None:
         for number, (released, _) in self._open.items():

@@ -23,7 +23,8 @@ from headrace.gateway.upstream.own.holding import HOLD_S, HeldRequests
 from headrace.gateway.upstream.own.moves import QueueMoves
 from headrace.gateway.upstream.own.replica_health import EJECTED, Replica, ReplicaAttempt, ReplicaInstance, stalled_s
 from headrace.gateway.upstream.seam import Hold, ReplicaHealth
-from headrace.policy.admission import BUSY_DEPTH, QueueState, UnsentRequest, UnsentRequests, queue_state
+from headrace.policy.admission import BUSY_DEPTH, AdmissionOutcome, QueueState, UnsentRequest, UnsentRequests, decide, queue_state
+from headrace.policy.config import AdmissionRules
 from headrace.policy.holding import HeldTerms, HeldTotals
 from headrace.policy.queues import traits_of
 from headrace.policy.queues.queue import QueueTraits
@@ -73,6 +74,9 @@ MOVE_AFTER_S = 2.0
 
 WANTED_S = 30.0
 
+STARVED_S = 2.0
+"""No held request found room for this long: other gateways fill the queue. Each look then releases one that admission would take."""
+
 RETRY_S = 0.5
 """A replica that is ready and takes no call may be full."""
 
@@ -85,6 +89,9 @@ GLANCE_S = 0.25
 
 NUM_SHORTEST = 4
 """Among many replicas, this number with the shortest queues is looked at for GLANCE_S."""
+
+
+DEFAULT_ADMISSION = AdmissionRules()
 
 
 class Glance(NamedTuple):
@@ -107,7 +114,7 @@ class Glance(NamedTuple):
 class ReplicaPool:
     """unavailable    why there is no replica, in words that clients may read; empty if there are some, or `starts_on_demand`
     is_supervised  the supervisor that wrote the configuration starts its replicas, and drops one that cannot start
-    failover_s, routing  as in `PoolRules`
+    failover_s, routing, admission  as in `PoolRules`
     """
 
     def __init__(
@@ -119,6 +126,7 @@ class ReplicaPool:
         clock: Clock = time.monotonic,
         failover_s: float = 0.0,
         routing: str = DEFAULT_POLICY,
+        admission: AdmissionRules = DEFAULT_ADMISSION,
         slow_start_s: float = 0.0,
         on_closed: Callable[[ReplicaId], None] = lambda _: None,
         totals: HeldTotals | None = None,
@@ -128,9 +136,9 @@ class ReplicaPool:
         self.retired: tuple[Replica, ...] = ()
         self.unavailable, self.starts_on_demand, self.is_supervised = "", False, False
         self._held = HeldRequests(totals or HeldTotals(), clock)
-        self._wanted_until = clock()
+        self._wanted_until = self._had_room_at = clock()
         self._connected_before: frozenset[Replica] = frozenset()
-        self.failover_s, self.routing = failover_s, routing
+        self.failover_s, self.routing, self.admission = failover_s, routing, admission
         self.resume_budget = RetryBudget(share=RESUME_SHARE, burst=RESUME_BURST)
         self.clock = clock
         self._moves = QueueMoves()
@@ -164,7 +172,7 @@ class ReplicaPool:
     def follow(self, rules: PoolRules) -> None:
         if rules.routing != self.routing:
             self._index = PrefixIndex()
-        self.failover_s, self.routing = rules
+        self.failover_s, self.routing, self.admission = rules
         self._start_watch()
 
     def _start_watch(self) -> None:
@@ -290,14 +298,21 @@ class ReplicaPool:
         return connected | self._connected_before.intersection(self.replicas)
 
     def _release(self) -> None:
-        if self._is_open:
-            self._held.release(self._has_room)
-        elif not self._hold_s:
+        now, is_open = self.clock(), self._is_open
+        if not is_open and not self._hold_s:
             self._held.refuse(self.why_unavailable)
+        elif not is_open or self._held.release(self._has_room):
+            self._had_room_at = now
+        elif now - self._had_room_at >= STARVED_S:
+            self._held.release(self._may_join, at_most=1)
 
     def _has_room(self, num_unsent: int) -> bool:
         queue = self._queue(PriorityClass.BATCH, num_unsent)
         return queue is not None and queue.depth < BUSY_DEPTH
+
+    def _may_join(self, num_unsent: int) -> bool:
+        queue = self._queue(PriorityClass.BATCH, num_unsent)
+        return queue is not None and decide(queue, rules=self.admission).outcome is not AdmissionOutcome.REFUSED
 
     def chunks(self, request: EngineRequest) -> Sequence[int]:
         """The prompt's, for `pick` and `note_sent`; empty where no choice depends on them."""
