@@ -29,6 +29,7 @@ pytestmark = pytest.mark.loop
 FAR_S = 1e6
 ASLEEP = {"name": MODEL, "folder": "/nowhere", "replicas": [], "starts_on_demand": True}
 AWAKE = {**ASLEEP, "replicas": [{"name": "r0", "address": "unix:/nowhere"}]}
+UPSTREAM = {"upstreams": [{"name": "u", "url": "http://127.0.0.1:9/v1", "model": "m"}]}
 KEYS = [
     {"key": "sk-ant-0123456789", "tenant": "ant"},
     {"key": "sk-bee-0123456789", "tenant": "bee"},
@@ -115,6 +116,50 @@ async def test_what_waits_is_refused_once_the_model_cannot_be_served(text: TextM
         assert (answer.status_code, "refused its weights" in answer.text) == (503, True)
         began = virtual_loop().time()
         assert ((await bench.chat()).status_code, virtual_loop().time() - began) == (503, 0.0), "at once"
+
+
+@pytest.mark.parametrize("model", [ASLEEP, AWAKE], ids=["none listed", "one starting"])
+async def test_what_waits_is_refused_at_once_when_its_model_is_removed(text: TextModel, model: dict[str, Any]) -> None:
+    owl = {"name": "owl", "folder": "/nowhere", "replicas": [{"name": "of-owl", "address": "unix:/nowhere"}]}
+    async with open_bench(text, models=[model, owl]) as bench:
+        if model is AWAKE:
+            replica = bench.replicas["r0"]
+            replica.state, replica.info, replica.snapshot = ConnectionState.DOWN, None, None
+        asking = asyncio.create_task(bench.chat())
+        await asyncio.sleep(1.0)
+        assert held(bench) == 1
+        began = virtual_loop().time()
+        await apply(bench, owl)
+        assert ((await asking).status_code, virtual_loop().time() - began) == (503, pytest.approx(0.0, abs=0.1))
+
+
+async def test_what_waits_for_no_replica_is_refused_when_its_model_is_opened_again(text: TextModel) -> None:
+    async with open_bench(text, models=[ASLEEP]) as bench:
+        asking = asyncio.create_task(bench.chat())
+        await asyncio.sleep(1.0)
+        began = virtual_loop().time()
+        await apply(bench, {**ASLEEP, **UPSTREAM})
+        answer = await asking
+        assert (answer.status_code, virtual_loop().time() - began) == (503, pytest.approx(0.0, abs=0.1))
+        assert "retry-after" in answer.headers
+        assert held(bench) == 0
+
+
+async def test_what_waits_for_a_listed_replica_waits_on_when_its_model_is_opened_again(text: TextModel) -> None:
+    async with open_bench(text) as bench:
+        info = lose(bench)
+        before = bench.replica
+        asking = asyncio.create_task(bench.chat(max_tokens=3))
+        await asyncio.sleep(1.0)
+        given = gateway_config().models[0]
+        listed = [{"name": replica.name, "address": replica.address} for replica in given.replicas]
+        await apply(bench, {"name": MODEL, "folder": given.folder, "replicas": listed, **UPSTREAM})
+        await asyncio.sleep(1.0)
+        assert bench.replica is not before
+        assert (held(bench), bench.reloader.status()[MODEL].num_held) == (1, 1), "an engine that sleeps is woken for it"
+        before.state, before.info = ConnectionState.CONNECTED, info
+        before.snapshot = SeenLoad(snapshot(), virtual_loop().time() + FAR_S)
+        assert (await asking).status_code == 200
 
 
 async def test_premium_requests_go_first_and_tenants_take_turns(text: TextModel) -> None:

@@ -5,6 +5,7 @@ may still ask for one.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -85,14 +86,20 @@ class SiteModels:
                 if (before := replicas.get(replica.name)) is not None:
                     status = replace(status, num_open=status.num_open + before.num_open)
                 replicas[replica.name] = status
-        return {name: _model_status(self.models.get(name), replicas) for name, replicas in statuses.items()}
+        num_held = self.num_held()
+        return {name: _model_status(self.models.get(name), replicas, num_held.get(name, 0)) for name, replicas in statuses.items()}
 
     def readings(self) -> Iterator[ReplicaReading]:
         """A present model's reading comes before a leaving one's of the same names."""
         return _one_of_each(reading for model in (*self.models.values(), *self._leaving) for reading in model.served.readings())
 
     def num_held(self) -> Mapping[str, int]:
-        return {name: model.served.upstream.num_held for name, model in self.models.items()}
+        """A model that was opened again may have held some before."""
+        counts = Counter({name: model.served.upstream.num_held for name, model in self.models.items()})
+        for model in self._leaving:
+            if model.config.name in self.models:
+                counts[model.config.name] += model.served.upstream.num_held
+        return counts
 
     def num_wanted(self) -> Mapping[str, int]:
         return {name: model.config.num_wanted for name, model in self.models.items() if model.config.num_wanted is not None}
@@ -153,6 +160,10 @@ class SiteModels:
         for model in left:
             closing = self._close_unused(model, [*self._earlier, model.served.users])
             self._leaving[model] = asyncio.get_running_loop().create_task(closing, name=f"model {model.config.name} leaves")
+        for model in self._leaving:
+            present = self.models.get(model.config.name)
+            if model.pool is not None and (present is None or present.replicas.keys().isdisjoint(model.replicas)):
+                model.pool.leave()
 
     async def _close_unused(self, model: OpenModel, users: Sequence[UseCount]) -> None:
         """The last of `users` is the model's own: it gets no new user once the others are unused."""
@@ -209,12 +220,11 @@ def _one_of_each(readings: Iterable[R]) -> Iterator[R]:
             yield reading
 
 
-def _model_status(model: OpenModel | None, replicas: Mapping[str, ReplicaStatus]) -> ModelStatus:
+def _model_status(model: OpenModel | None, replicas: Mapping[str, ReplicaStatus], num_held: int) -> ModelStatus:
     """model: None: it was removed"""
     if model is None:
         return ModelStatus(replicas)
     queue = model.served.upstream.queue(PriorityClass.STANDARD, model.served.unsent)
-    num_held = model.served.upstream.num_held
     return ModelStatus(replicas, model.served.users.num_entered, num_held, wait_s=0.0 if queue is None else queue.wait_s)
 
 

@@ -135,6 +135,7 @@ class ReplicaPool:
         self.replicas = tuple(replicas)
         self.retired: tuple[Replica, ...] = ()
         self.unavailable, self.starts_on_demand, self.is_supervised = "", False, False
+        self._is_leaving = False
         self._held = HeldRequests(totals or HeldTotals(), clock)
         self._wanted_until = self._had_room_at = clock()
         self._connected_before: frozenset[Replica] = frozenset()
@@ -178,6 +179,11 @@ class ReplicaPool:
     def _start_watch(self) -> None:
         if self._watching is None:
             self._watching = asyncio.get_running_loop().create_task(self._watch(), name="replica watch")
+
+    def leave(self) -> None:
+        """Its requests wait for no other replica than one that takes them now."""
+        self._is_leaving = True
+        self._release()
 
     def change(self, *, add: Collection[Replica] = (), retire: Collection[Replica] = ()) -> None:
         assert set(retire) <= set(self.replicas), "a replica is retired once"
@@ -283,6 +289,8 @@ class ReplicaPool:
     @property
     def _hold_s(self) -> float:
         """The longest wait for a replica; 0: none would come."""
+        if self._is_leaving:
+            return 0.0
         if not self.replicas:
             return HOLD_S if self.is_asleep else 0.0
         may_come = self._has_new or any(replica.is_asleep for replica in self.replicas)
