@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,14 +168,18 @@ def gateway_content(
     replicas: Sequence[ReplicaFiles] = (),
     unavailable: Mapping[str, str] | None = None,
     num_wanted: Mapping[str, int] | None = None,
+    starting: Collection[str] = (),
 ) -> dict[str, object]:
     """Raises ConfigError.
 
     unavailable  model -> reason, in words that clients may read
     num_wanted   model -> replicas
+    starting     models of which one will be listed once it serves
     """
     models = [_gateway_model(model, replicas, (unavailable or {}).get(model.name, "")) for model in config.models]
     for model in models:
+        if model["name"] in starting:
+            model["starts_on_demand"] = True
         if (count := (num_wanted or {}).get(str(model["name"]))) is not None:
             model["num_wanted"] = count
     salt_key = site_secret(config.site_key, SALTS)

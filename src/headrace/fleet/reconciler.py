@@ -409,13 +409,15 @@ class Reconciler:
             for name in self.deployment.targets
         }
         models = tuple(map(self.with_found, self.config.models))
+        starting = {name for name, of_model in listed.items() if not of_model and self.deployment.listed(name)}
         on_demand = {spec.name for spec in models if spec.starts_on_demand}
-        failures = {name: self.processes.failures_of(self.deployment.of(name)) for name, files in listed.items() if not files}
+        without = [name for name, of_model in listed.items() if not of_model and name not in starting]
+        failures = {name: self.processes.failures_of(self.deployment.of(name)) for name in without}
         failures |= {spec.name: [] for spec in models if spec.kubernetes is not None and not spec.remote}
         unavailable = {name: why_unavailable(errors) for name, errors in failures.items() if errors or name not in on_demand}
         num_wanted = {name: target.num_replicas for name, target in self.deployment.targets.items()}
         files = [each for of_model in listed.values() for each in of_model]
-        return gateway_content(replace(self.config, models=models), files, unavailable, num_wanted)
+        return gateway_content(replace(self.config, models=models), files, unavailable, num_wanted, starting)
 
     # -- the start of the deployment -----------------------------------------------------------------------------------------------
 

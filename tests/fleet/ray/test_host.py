@@ -21,12 +21,14 @@ from scripted_site import Script, ScriptedSite
 
 from headrace.bundled import bundled_path
 from headrace.core.errors import ConfigError
-from headrace.fleet.config import ModelSpec
+from headrace.fleet.config import ModelSpec, ReplicaRange
 from headrace.fleet.keeper import FIRST_PAUSE_S
 from headrace.fleet.ray.host import PLACE_NOTICE_S
 from headrace.fleet.ray.options import RayOptions
 
 pytestmark = pytest.mark.loop
+
+SCALED = ModelSpec(name="tiny", folder=Path("/m"), autoscale=ReplicaRange(min=1, max=2))
 
 
 def listed(site: ScriptedSite, model: str = "tiny") -> dict[str, dict[str, Any]]:
@@ -51,6 +53,30 @@ async def test_a_replica_is_listed_with_its_nodes_address_once_it_serves() -> No
         assert len({replica["token"] for replica in replicas.values()}) == 2, "of each start its own"
         for name, replica in replicas.items():
             assert replica["token"] == site.process(name).config["token"]
+
+
+async def test_requests_wait_for_a_replica_that_is_not_listed_yet() -> None:
+    script = Script(loading={"tiny-1"})
+    async with site_on_nodes({"10.0.0.1": 2}, script, specs=(SCALED,)) as (site, _):
+        await site.all_serving()
+        assert (await site.do("drain", replica="tiny-0", within_s=5, allow_outage=True))[-1] == {"event": "done"}
+        await eventually(lambda: site.is_launched("tiny-1"))
+        await eventually(lambda: not listed(site))
+        [entry] = site.process("gateway").config["models"]
+        assert (entry["starts_on_demand"], entry["num_wanted"], "unavailable" in entry) == (True, 1, False)
+        script.loading.clear()
+        await eventually(lambda: "tiny-1" in listed(site))
+        [entry] = site.process("gateway").config["models"]
+        assert "starts_on_demand" not in entry
+
+
+async def test_requests_do_not_wait_for_a_replica_that_cannot_start() -> None:
+    script = Script(failing={"tiny-1": "model.safetensors is truncated"})
+    async with site_on_nodes({"10.0.0.1": 2}, script, specs=(SCALED,)) as (site, _):
+        await site.all_serving()
+        await site.do("drain", replica="tiny-0", within_s=5, allow_outage=True)
+        await eventually(lambda: "refused its" in site.process("gateway").config["models"][0].get("unavailable", ""))
+        assert "starts_on_demand" not in site.process("gateway").config["models"][0]
 
 
 async def test_an_engines_file_has_what_its_node_decides() -> None:

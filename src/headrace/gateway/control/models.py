@@ -192,7 +192,7 @@ class ModelOpener:
 
 def _describe(pool: ReplicaPool, config: ModelConfig) -> None:
     pool.unavailable, pool.starts_on_demand = config.unavailable, config.starts_on_demand
-    pool.is_supervised = config.num_wanted is not None
+    pool.num_wanted = config.num_wanted
 
 
 def _circuits(before: OpenModel | None, config: ModelConfig) -> dict[ReplicaConfig, ReplicaCircuit]:

@@ -108,7 +108,7 @@ class ForeignConfig:
 class ModelConfig:
     """upstreams    foreign servers: they answer all requests, or beside `replicas` those that no replica takes
     unavailable  why the model has no replica now, in words that clients may read; only with empty `replicas`
-    starts_on_demand  with empty `replicas`, requests wait: one is started for them
+    starts_on_demand  with empty `replicas`, requests wait: one is started for them, or starts and is listed once it serves
     num_wanted   replicas that the supervisor wants, for the metrics page; None: they run elsewhere
 
     tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: chosen by the chat template

@@ -113,7 +113,7 @@ class Glance(NamedTuple):
 
 class ReplicaPool:
     """unavailable    why there is no replica, in words that clients may read; empty if there are some, or `starts_on_demand`
-    is_supervised  the supervisor that wrote the configuration starts its replicas, and drops one that cannot start
+    num_wanted  the supervisor that wrote the configuration starts them, and drops one that cannot start; None: they run elsewhere
     failover_s, routing, admission  as in `PoolRules`
     """
 
@@ -134,7 +134,8 @@ class ReplicaPool:
         self.model = model
         self.replicas = tuple(replicas)
         self.retired: tuple[Replica, ...] = ()
-        self.unavailable, self.starts_on_demand, self.is_supervised = "", False, False
+        self.unavailable, self.starts_on_demand = "", False
+        self.num_wanted: int | None = None
         self._is_leaving = False
         self._held = HeldRequests(totals or HeldTotals(), clock)
         self._wanted_until = self._had_room_at = clock()
@@ -262,7 +263,7 @@ class ReplicaPool:
 
     @property
     def _can_wake(self) -> bool:
-        return self.is_asleep or (not self._is_open and any(replica.is_asleep for replica in self.replicas))
+        return self.is_awaited or (not self._is_open and any(replica.is_asleep for replica in self.replicas))
 
     def hold(self, terms: Callable[[], HeldTerms], unsent: UnsentRequest | None) -> Hold | None:
         """None: the request need not wait, or no replica would come. Raises Unavailable at a bound."""
@@ -283,8 +284,13 @@ class ReplicaPool:
         return any(replica.connection.state is ConnectionState.CONNECTED and not replica.is_asleep for replica in self.replicas)
 
     @property
-    def is_asleep(self) -> bool:
+    def is_awaited(self) -> bool:
+        """There is no replica, and one starts or is started for a request."""
         return self.starts_on_demand and not (self.replicas or self.unavailable)
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.is_awaited and not self.num_wanted
 
     @property
     def _hold_s(self) -> float:
@@ -292,7 +298,7 @@ class ReplicaPool:
         if self._is_leaving:
             return 0.0
         if not self.replicas:
-            return HOLD_S if self.is_asleep else 0.0
+            return HOLD_S if self.is_awaited else 0.0
         may_come = self._has_new or any(replica.is_asleep for replica in self.replicas)
         return HOLD_S if may_come else self.failover_s
 
@@ -404,7 +410,7 @@ class ReplicaPool:
         if glance is not None and len(replicas) > NUM_SHORTEST:
             glance.shortest[lowest] = [replica for _, _, replica in queues[:NUM_SHORTEST]]
         # Among many one more makes no difference.
-        is_growing = self.is_supervised and len(self.replicas) <= FEW and self._has_new
+        is_growing = self.num_wanted is not None and len(self.replicas) <= FEW and self._has_new
         return replace(queues[0][0], num_slots=queues[0][1], is_growing=is_growing) if queues else None
 
     def note_sent(self, replica: Replica, chunks: Sequence[int] = ()) -> ReplicaAttempt:
