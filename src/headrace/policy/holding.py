@@ -19,7 +19,7 @@ MAX_HELD, MAX_HELD_BYTES = 1024, 64 << 20
 """One model's."""
 
 MAX_ALL_HELD, MAX_ALL_HELD_BYTES = 2048, 128 << 20
-"""All models' of one gateway."""
+"""All models' of one gateway process."""
 
 MAX_DISPLACED = 8
 """For one request. Each is searched for among all held ones."""
@@ -54,7 +54,7 @@ class HeldTerms(NamedTuple):
 
 
 class HeldTotals:
-    """What the models of one gateway hold together."""
+    """What the models of one gateway process hold together."""
 
     def __init__(self) -> None:
         self.num_requests = self.num_bytes = 0

@@ -272,6 +272,22 @@ async def test_a_stream_has_comments_while_it_waits_and_is_the_same_then(text: T
         assert answer.headers["x-headrace-model"] == MODEL
 
 
+async def test_a_held_stream_has_only_the_headers_that_are_known_when_it_begins(text: TextModel) -> None:
+    async with open_bench(text, timeouts={"failover_s": 60}) as bench:
+        assert bench.replica.info is not None
+        model = replace(bench.replica.info.model, queue_policy="fcfs")
+        bench.replica.info = replace(bench.replica.info, model=model)
+        ignored = []
+        for wait_s in (0.5 * PING_S, 3 * PING_S):
+            await asyncio.sleep(1.0)
+            info = lose(bench)
+            asking = asyncio.create_task(bench.chat(stream=True, max_tokens=3, priority="batch", metadata={"a": "b"}))
+            await asyncio.sleep(wait_s)
+            start(bench, info)
+            ignored.append((await asking).headers.get("x-headrace-ignored", ""))
+        assert ignored == ["metadata, priority", "metadata"]
+
+
 async def test_a_client_that_leaves_gives_its_place_back(text: TextModel) -> None:
     async with open_bench(text) as bench:
         info = lose(bench)
