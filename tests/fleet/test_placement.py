@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,25 @@ def test_what_cannot_share_the_budget_is_refused_by_name(
     spec = ModelSpec(name="a", folder=Path("none"), sleeps=True, engine=engine, replicas=replicas, standby=standby)
     with pytest.raises(ConfigError, match=reason):
         FleetConfig(models=(spec,), sleep_budget_bytes=budget).checked()
+
+
+@pytest.mark.parametrize("end", ["its process ends", "it passes"])
+async def test_a_rollout_of_a_model_that_sleeps_ends_while_its_replicas_are_asleep(end: str) -> None:
+    stable = "s3://models/a:stable"
+    specs = (replace(sleeper("a"), folder=Path("v1"), source=stable), sleeper("b"))
+    async with scripted_site(specs=specs, sleep_budget_bytes=BUDGET) as site:
+        await eventually(lambda: len(engines(site)) == 2 and awake(site) == ["b-0"])
+        site.source.registry[stable] = Path("v2")
+        rollout = asyncio.create_task(site.do("rollout", model="a"))
+        await eventually(lambda: awake(site) == ["a-1"])
+        await asyncio.sleep(1.0)
+        if end == "its process ends":
+            site.process("a-1").kill()
+        else:
+            site.script.models["b"] = ModelStatus({}, num_held=1)
+            await eventually(lambda: awake(site) == ["b-0"])
+        said = await asyncio.wait_for(rollout, 300.0)
+        kept, folder, event = ("a-0", "v1", "failed") if end == "its process ends" else ("a-1", "v2", "done")
+        assert said[-1]["event"] == event, said
+        assert site.listed("a") == [kept]
+        assert site.started_with(kept)["model"] == folder

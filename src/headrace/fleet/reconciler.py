@@ -299,6 +299,8 @@ class Reconciler:
             self._note_loaded(replica, process)
             return
         is_ready = self.view.is_ready(replica.model, replica.name) if process.keeper.is_serving else False
+        if process.spec.sleeps and process.keeper.is_serving and self.view.why_not_ready(replica.model, replica.name) == ASLEEP:
+            is_ready = True  # the next request wakes it
         if is_ready is None:
             return
         if is_ready and replica.phase is ReplicaPhase.STARTING:
