@@ -118,6 +118,24 @@ async def test_a_rollout_is_waited_for() -> None:
         assert listed(site) == ["tiny-1", "tiny-2"]
 
 
+async def test_a_model_grows_and_is_replaced_while_the_canary_of_another_serves() -> None:
+    stable = "s3://models/other:stable"
+    other = ModelSpec(name="other", folder=Path("v1"), source=stable)
+    async with scripted_site(specs=(other, *scaled(3))) as site:
+        await site.all_serving()
+        site.source.registry[stable] = Path("v2")
+        rollout = asyncio.create_task(site.do("rollout"))
+        await eventually(lambda: site.listed("other") == ["other-0", "other-1"])
+        wants(site, 1.0, "tiny-0")
+        await asyncio.sleep(SOON_S)
+        assert site.listed("tiny") == ["tiny-0", "tiny-1"]
+        assert (await site.do("drain", replica="tiny-0", within_s=5))[-1] == {"event": "done"}
+        await asyncio.sleep(SOON_S)
+        assert site.listed("tiny") == ["tiny-1", "tiny-2"]
+        assert not rollout.done()
+        assert (await rollout)[-1] == {"event": "done"}
+
+
 async def test_an_idle_model_goes_to_zero_and_a_request_brings_it_back() -> None:
     async with scripted_site(specs=scaled(2, least=0)) as site:
         wants(site, 0.0, "tiny-0")

@@ -349,6 +349,57 @@ def test_a_rollout_over_a_rollout_returns_to_what_served_before_both(canary: Dep
     assert (run(canary), canary.targets["tiny"].revision) == ([RetireReplica("tiny-3")], 0)
 
 
+@pytest.fixture
+def lone_canary() -> Deployment:
+    """Beside the only replica."""
+    deployment = Deployment()
+    deployment.scale({"tiny": 1})
+    run(deployment)
+    serve(deployment)
+    deployment.roll_out("tiny", RolloutOptions(is_version=True))
+    run(deployment)
+    serve(deployment, "tiny-1")
+    return deployment
+
+
+@pytest.mark.parametrize(("drained", "stays"), [("tiny-1", "tiny-0"), ("tiny-0", "tiny-1")])
+def test_one_of_two_that_a_rollout_has_is_drained_and_the_model_keeps_its_replica(
+    lone_canary: Deployment, drained: str, stays: str
+) -> None:
+    lone_canary.drain(drained)
+    assert run(lone_canary) == []
+    assert (lone_canary.targets["tiny"].num_replicas, [each.name for each in lone_canary.listed("tiny")]) == (1, [stays])
+    lone_canary.ended(drained)
+    if lone_canary.canary("tiny") is None:
+        assert run(lone_canary) == [StartReplica("tiny", replaces="tiny-0")], "another canary"
+        serve(lone_canary, "tiny-2")
+    lone_canary.passed("tiny")
+    run(lone_canary)
+    if drained == "tiny-1":
+        lone_canary.ended("tiny-0")
+        run(lone_canary)
+    assert lone_canary.is_converged("tiny")
+
+
+@pytest.mark.parametrize("max_surge", [0, 1])
+def test_a_model_whose_rollout_waits_for_another_gets_what_it_lacks_as_it_was(pair: Deployment, max_surge: int) -> None:
+    pair.scale({"tiny": 2, "other": 2})
+    run(pair)
+    serve(pair)
+    for model in ("tiny", "other"):
+        pair.roll_out(model, RolloutOptions(max_surge, is_version=True))
+    run(pair)
+    assert (pair.is_rolling("tiny"), pair.is_rolling("other")) == (True, False)
+    pair.drain("other-0")
+    pair.scale_model("other", 2)
+    started = run(pair)
+    pair.ended("other-0")
+    assert started + run(pair) == [StartReplica("other")]
+    assert revisions(pair)["other-2"] == 0
+    pair.scale_model("other", 3)
+    assert run(pair) == [StartReplica("other")]
+
+
 MODELS = ("a", "b")
 
 
@@ -493,12 +544,14 @@ class DeploymentMachine(RuleBasedStateMachine):
     def drain(self, data: st.DataObject, allow_outage: bool) -> None:
         if name := self.pick(data, ReplicaPhase.SERVING, ReplicaPhase.STANDBY):
             model = self.deployment.replicas[name].model
+            num_live = len(self.deployment._live(model))
             try:
                 self.deployment.drain(name, allow_outage=allow_outage)
             except ConfigError:
                 assert not allow_outage
             else:
                 if model in self.counts:
+                    assert num_live <= self.counts[model] or self.deployment.targets[model].num_replicas == self.counts[model]
                     self.counts[model] = self.deployment.targets[model].num_replicas
             self.do_all()
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from headrace.core.errors import HeadraceError, counted
-from headrace.fleet.commands import CommandAudit, CommandSlot, ControlBusy, ModelProgress, no_operator
+from headrace.fleet.commands import CommandAudit, ControlBusy, ModelProgress, no_operator
 from headrace.fleet.config import ModelSpec
 from headrace.fleet.gateways import GatewaysView
 from headrace.fleet.kept_scaling import KeptScaling, keep_scaling, read_scaling
@@ -55,9 +55,8 @@ class Actuator(Protocol):
 class ProcessActuator:
     """Scales the replicas that this machine's supervisor runs."""
 
-    def __init__(self, reconciler: Reconciler, slot: CommandSlot, audit: CommandAudit) -> None:
+    def __init__(self, reconciler: Reconciler, audit: CommandAudit) -> None:
         self._reconciler = reconciler
-        self._slot = slot
         self._audit = audit
 
     async def num_replicas(self, model: str) -> int:
@@ -71,15 +70,16 @@ class ProcessActuator:
         target = self._reconciler.deployment.targets.get(model)
         if target is None or target.num_replicas == num_replicas:
             return
-        if target.rollout is not None:
+        if self._reconciler.deployment.is_rolling(model):
             raise ControlBusy(f"a rollout of {model} is under way")
 
         def command(deployment: Deployment) -> Iterator[ModelProgress]:
+            if model not in deployment.targets:  # a reload has removed it meanwhile
+                return
             deployment.scale_model(model, num_replicas)
             yield ModelProgress(model, f"{model}: {counted(num_replicas, 'replica')} instead of {target.num_replicas}: {reason}")
 
-        with self._slot.held(f"scale {model}={num_replicas}, by its load,"):
-            await self._reconciler.change(command)
+        await self._reconciler.change(command)
         await self._audit.record(ACTOR, "scale", {"model": model, "replicas": num_replicas, "reason": reason}, no_operator)
 
 

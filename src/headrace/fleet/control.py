@@ -98,7 +98,7 @@ class FleetControl:
         self._slot = CommandSlot()
         self.adapters = AdapterCommands(reconciler, self._slot)
         self.autoscaling = Autoscaling(reconciler, self._actuator_of)
-        self._processes = ProcessActuator(reconciler, self._slot, self.audit)
+        self._processes = ProcessActuator(reconciler, self.audit)
         self._pods: PodActuator | None = None
 
     async def scale_by_load(self) -> None:

@@ -217,7 +217,8 @@ class Deployment:
         if replica.phase is ReplicaPhase.SERVING and not allow_outage and not self._serving_beside(replica):
             reason = f"is the last replica of {replica.model} that serves"
             raise ConfigError(name, reason, f"Add one first (headrace scale {replica.model}=2), or say --allow-outage.")
-        if (target := self.targets.get(replica.model)) is not None and not replica.is_standby:
+        target, num_live = self.targets.get(replica.model), len(self._live(replica.model))
+        if target is not None and not replica.is_standby and num_live <= target.num_replicas:  # else a rollout has one more
             self.targets[replica.model] = replace(target, num_replicas=max(0, target.num_replicas - 1))
         self.retire(name)
 
@@ -226,8 +227,14 @@ class Deployment:
     def actions(self) -> list[DeploymentAction]:
         """The actions to take now; none while a process or a gateway must be waited for."""
         models = dict.fromkeys([*self.targets, *(replica.model for replica in self.replicas.values())])
-        rollouts = [model for model, target in self.targets.items() if target.rollout is not None]
-        return [action for model in models if model not in rollouts[1:] for action in self._actions(model)]
+        return [action for model in models for action in self._actions(model)]
+
+    def is_rolling(self, model: str) -> bool:
+        """Whether its replicas are being replaced now: of several rollouts the others wait."""
+        return next((name for name, target in self.targets.items() if target.rollout is not None), None) == model
+
+    def _waits(self, model: str) -> bool:
+        return self.targets[model].rollout is not None and not self.is_rolling(model)
 
     def start(self, action: StartReplica) -> PlannedReplica:
         prefix = replica_prefix(action.model)
@@ -298,6 +305,9 @@ class Deployment:
             yield from (RetireReplica(replica.name) for replica in (*live, *standby))
         elif target.rollout is None:
             yield from self._filled(model, target, live, standby)
+        elif self._waits(model):
+            free = target.num_replicas + target.rollout.max_surge - len(replicas)
+            yield from [StartReplica(model)] * min(target.num_replicas - len(live), free)
         else:
             yield from (RetireReplica(replica.name) for replica in standby)  # of an older revision; their memory is for the successors
             yield from self._rollout(model, target, target.rollout, live, num_processes=len(replicas))
@@ -368,8 +378,10 @@ class Deployment:
         return victim.phase is not ReplicaPhase.SERVING or self._serving_beside(victim)
 
     def _revision_to_start(self, model: str) -> int:
-        """One canary is enough: what is missing beside it comes back as it was."""
+        """One canary is enough: what is missing beside it comes back as it was, and so does what is missing before the rollout's turn."""
         target = self.targets[model]
+        if target.rollout is not None and self._waits(model):
+            return target.rollout.previous
         if target.rollout is None or not target.rollout.has_canary:
             return target.revision
         has_one = any(each.revision == target.revision and each.phase is not ReplicaPhase.DRAINING for each in self.of(model))
