@@ -19,8 +19,11 @@ from scripted_site import Script, ScriptedSite, scripted_site
 from virtual_time import VirtualTimeLoop
 
 from headrace.core.load import AttemptCounts
-from headrace.fleet.config import ModelSpec
+from headrace.fleet.config import ModelSpec, ReplicaRange
+from headrace.fleet.control import STARTS_S
 from headrace.policy.canary import MAX_WAIT_S, MIN_REQUESTS
+from headrace.policy.scaling.autoscaler import IDLE_S
+from headrace.wire.leash import ModelStatus, ReportedReplicaLoad
 
 pytestmark = pytest.mark.loop
 
@@ -179,6 +182,43 @@ async def test_a_promotion_serves_a_version_before_its_alias_points_to_it() -> N
         site.source.registry = {STABLE: Path("v1"), V3: Path("v3")}
         assert (await site.do("rollout", model="tiny", alias=STABLE, version=V3))[-1] == {"event": "done"}
         assert folders(site) == {"tiny-1": "v3"}
+
+
+async def test_a_promotion_of_a_model_without_a_replica_is_refused_by_name() -> None:
+    specs = tiny("v1", replicas=1, autoscale=ReplicaRange(min=0, max=2))
+    async with scripted_site(Script(), specs=specs) as site:
+        await site.all_serving()
+        site.script.loads = {"tiny-0": ReportedReplicaLoad(0, 0, 0.0, 0, 0, 0.1)}
+        await asyncio.sleep(IDLE_S + 60)
+        site.source.registry = {STABLE: Path("v1"), V3: Path("v3")}
+        [refused] = await site.do("rollout", model="tiny", alias=STABLE, version=V3)
+        assert refused["reason"].startswith(f"tiny: has no replica now, so that none would load {V3} before the alias moves. Send it")
+        site.script.models["tiny"] = ModelStatus({}, num_arrived=1, num_held=1)
+        await eventually(lambda: folders(site) == {"tiny-1": "v1"})
+
+
+@pytest.mark.parametrize("command", ["rollout", "drain", "remove"])
+async def test_a_promotion_fails_where_another_command_came_between(command: str) -> None:
+    script = Script(loading={"tiny-1"} if command != "drain" else set())
+    async with versioned_site(script, replicas=1) as site:
+        await site.all_serving()
+        site.source.registry = {STABLE: Path("v1"), V3: Path("v3")}
+        promotion = asyncio.create_task(site.do("rollout", model="tiny", alias=STABLE, version=V3))
+        await asyncio.sleep(STARTS_S + 5)
+        if command == "rollout":
+            assert (await site.do("rollout", model="tiny"))[-1] == {"event": "done"}
+        elif command == "remove":
+            site.write_file(models=tiny("v1", name="other"))
+            await site.do("reload")
+        else:
+            for replica in ("tiny-0", "tiny-1"):
+                await site.do("drain", replica=replica, within_s=1, allow_outage=True)
+        reason = {
+            "rollout": "its rollout was superseded by another one",
+            "drain": f"no replica is left that serves {V3}",
+            "remove": "was removed during its rollout",
+        }[command]
+        assert (await promotion)[-1] == {"event": "failed", "reason": f"tiny: {reason}"}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from headrace.fleet.config import MAX_REPLICAS, FleetConfig, ModelSpec, check_ca
 from headrace.fleet.kubernetes.endpoints import MAX_ENGINES
 from headrace.fleet.kubernetes.service import KubernetesService, check_in_pod
 from headrace.fleet.reconciler import Reconciler
-from headrace.policy.deployment import Deployment, RolloutOptions
+from headrace.policy.deployment import Deployment, ReplicaPhase, RolloutOptions
 from headrace.registry.names import read_reference
 from headrace.wire.listening import shown_host
 
@@ -166,10 +166,26 @@ class FleetControl:
         """Models of a registry get the version that their names lead to now."""
         with self._slot.held(f"rollout {model or 'of all models'}") as let_others_in:
             models = [*self._reconciler.deployment.targets] if model is None else [self._known(model)]
+            if promotion is not None and not any(self._reconciler.deployment.targets[each].num_replicas for each in models):
+                reason = f"has no replica now, so that none would load {promotion.version} before the alias moves"
+                raise ConfigError(", ".join(models), reason, "Send it a request first: that starts one.")
             config = await self._renewed(models, promotion, hear)
             with self._reconciler.progress.heard(hear, models):
-                await self._reconciler.roll_out(models, options, config)
-                return await self._converged(models, hear, let_others_in)
+                revisions = await self._reconciler.roll_out(models, options, config)
+                failures = await self._converged(models, hear, let_others_in)
+            return failures or [*self._not_rolled_out(revisions, promotion)]
+
+    def _not_rolled_out(self, revisions: Mapping[str, int], promotion: Promotion | None) -> Iterator[str]:
+        """Where another command came between."""
+        deployment = self._reconciler.deployment
+        for model, revision in revisions.items():
+            target = deployment.targets.get(model)
+            if target is None:
+                yield f"{model}: was removed during its rollout"
+            elif target.revision != revision:
+                yield f"{model}: its rollout was superseded by another one"
+            elif promotion is not None and not any(replica.phase is ReplicaPhase.SERVING for replica in deployment.listed(model)):
+                yield f"{model}: no replica is left that serves {promotion.version}"
 
     async def _renewed(self, models: Collection[str], promotion: Promotion | None, hear: Hear) -> FleetConfig:
         before = self._reconciler.config

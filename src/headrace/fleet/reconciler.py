@@ -101,8 +101,9 @@ class Reconciler:
         await self._all_or_nothing(apply)
         self._wake.set()
 
-    async def roll_out(self, models: Sequence[str], options: RolloutOptions, config: FleetConfig) -> None:
-        """One model after another. Raises as `change`."""
+    async def roll_out(self, models: Sequence[str], options: RolloutOptions, config: FleetConfig) -> dict[str, int]:
+        """One model after another. Returns their new revisions. Raises as `change`."""
+        revisions = {}
 
         def command(deployment: Deployment) -> Iterator[ModelProgress]:
             self._desired.config = config
@@ -110,12 +111,15 @@ class Reconciler:
                 if (model := spec.name) not in models:
                     continue
                 num_old = len(deployment.listed(model))
-                revision = deployment.roll_out(model, replace(options, is_version=self._desired.is_version(spec, deployment)))
+                revisions[model] = revision = deployment.roll_out(
+                    model, replace(options, is_version=self._desired.is_version(spec, deployment))
+                )
                 self.failures.pop(model, None)
                 yield ModelProgress(model, f"{model}: revision {revision} replaces {counted(num_old, 'replica')}, one at a time")
                 yield from self._memory_note(model)
 
         await self.change(command)
+        return revisions
 
     async def reload(self, config: FleetConfig) -> None:
         """Raises as `change`."""
