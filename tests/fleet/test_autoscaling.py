@@ -136,6 +136,22 @@ async def test_a_model_grows_and_is_replaced_while_the_canary_of_another_serves(
         assert (await rollout)[-1] == {"event": "done"}
 
 
+async def test_a_standby_that_hung_is_started_again_once_it_is_taken() -> None:
+    async with scripted_site(specs=scaled(2, standby=1), hang_timeout_s=20.0) as site:
+        await eventually(lambda: site.is_launched("tiny-1") and site.process("tiny-1").ready.done())
+        await asyncio.sleep(SOON_S)
+        site.script.silent.add("tiny-1")
+        site.script.not_ready["tiny-1"] = "its loop has not turned for 5.0 s"
+        before = site.process("tiny-1")
+        wants(site, 1.0, "tiny-0")
+        await asyncio.wait_for(before.exited, 60)
+        site.script.silent.clear()
+        site.script.not_ready.clear()
+        await eventually(lambda: site.process("tiny-1") is not before)
+        await asyncio.sleep(SOON_S)
+        assert (await site.phases())["tiny-1"] == "serving"
+
+
 async def test_an_idle_model_goes_to_zero_and_a_request_brings_it_back() -> None:
     async with scripted_site(specs=scaled(2, least=0)) as site:
         wants(site, 0.0, "tiny-0")

@@ -254,11 +254,12 @@ class HangWatch:
         return (keeper for keeper in self._reconciler.gateways.keepers if keeper.label in silent)
 
     def _lost_engines(self) -> Iterator[tuple[ProcessKeeper, str]]:
-        """Only engines that have served: for others a new process would not help."""
+        """Only engines that have served or stood by: for others a new process would not help."""
         view = self._reconciler.view
         for name, replica in self._reconciler.deployment.replicas.items():
             keeper = self._reconciler.processes[name].keeper
-            if replica.phase is ReplicaPhase.SERVING and keeper.is_serving and view.is_lost(replica.model, name):
+            has_loaded = replica.phase is ReplicaPhase.SERVING or (replica.phase is ReplicaPhase.STARTING and replica.was_loaded)
+            if has_loaded and keeper.is_serving and view.is_lost(replica.model, name):
                 yield keeper, view.why_not_ready(replica.model, name)
 
     def _count(self, hung: Iterable[Hung]) -> None:

@@ -27,6 +27,7 @@ class PlannedReplica:
     """Its name is never given to another replica.
 
     is_standby  until it is taken it is in no gateway's list
+    was_loaded  it stood by until it was taken
     is_ready    whether every gateway reported it ready, the last time that all gateways answered
     """
 
@@ -37,6 +38,7 @@ class PlannedReplica:
     replaces: str = ""
     phase: ReplicaPhase = ReplicaPhase.STARTING
     is_standby: bool = False
+    was_loaded: bool = False
     is_ready: bool = False
 
 
@@ -250,7 +252,7 @@ class Deployment:
         replica = self.replicas[name]
         replica.is_standby = False
         if replica.phase is ReplicaPhase.STANDBY:
-            replica.phase = ReplicaPhase.STARTING
+            replica.phase, replica.was_loaded = ReplicaPhase.STARTING, True
 
     def retire(self, name: str) -> None:
         self.replicas[name].phase = ReplicaPhase.DRAINING
