@@ -29,6 +29,8 @@ NONE = counts(0)
         (counts(50, 5), counts(1000), True),
         (counts(5, 5), NONE, True),
         (counts(3, 1), NONE, False),
+        (counts(0, 3), counts(40), True),
+        (counts(2, 4), counts(0, 3), False),
         (counts(50, 10), counts(50, 10), False),
         (counts(50, 45), counts(50, 10), True),
         (counts(50, 0, *[0.5] * 50), counts(100, 0, *[0.1, 0.3] * 50), False),

@@ -31,7 +31,7 @@ SLOWER_S = 0.1
 @dataclass(frozen=True, slots=True)
 class ServedCounts:
     """num_ended   answered and failed requests
-    num_failed  of those, failed by a fault of the replica
+    num_failed  times that a replica failed one; it may be open still, to be moved
     num_first   answers that have begun, with the sum of their seconds to the first token, and of the squares
     """
 
@@ -51,7 +51,11 @@ class ServedCounts:
 
     @property
     def failed_share(self) -> float:
-        return self.num_failed / max(1, self.num_ended)
+        return self.num_failed / max(1, self.num_tried)
+
+    @property
+    def num_tried(self) -> int:
+        return max(self.num_ended, self.num_failed)
 
     @property
     def mean_first_s(self) -> float:
@@ -65,7 +69,7 @@ class ServedCounts:
 
     def shown(self) -> str:
         first = f", first token after {self.mean_first_s:.3f} s on average" if self.num_first else ""
-        return f"{self.num_failed} of {self.num_ended} requests failed{first}"
+        return f"{self.num_failed} of {self.num_tried} requests failed{first}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ def judge(canary: ServedCounts, before: ServedCounts, waited_s: float) -> Judgem
     found = f"{canary.shown()}; before, {before.shown()}"
     if _is_worse(canary, before, LAST_RISK if is_last else EARLY_RISK):
         return Judgement(True, found)
-    if is_last and not canary.num_ended:
+    if is_last and not canary.num_tried:
         return Judgement(False, f"nothing was compared: no request came to it within {MAX_WAIT_S:g} s")
     if is_last or (canary.num_ended >= MIN_REQUESTS and not _is_worse(canary, before, DOUBT)):
         return Judgement(False, found)
@@ -95,7 +99,7 @@ def _fails_more(canary: ServedCounts, before: ServedCounts, risk: float) -> bool
     """If all failed alike, each failure would be the canary's with the probability of its part of the requests: a binomial tail."""
     if canary.num_failed < MIN_FAILED or canary.failed_share < before.failed_share + MORE_FAILED:
         return False
-    share = canary.num_ended / (canary.num_ended + max(before.num_ended, MIN_COMPARED))
+    share = canary.num_tried / (canary.num_tried + max(before.num_tried, MIN_COMPARED))
     return _binomial_tail(canary.num_failed + before.num_failed, share, canary.num_failed) < risk
 
 

@@ -154,3 +154,12 @@ def test_a_loss_an_engines_fault_and_a_grammar_without_a_next_token_are_counted_
     left = call.send(6.0, 0)
     left.end(6.5, SubmissionResult.CANCELLED)
     assert call.circuit.attempts == AttemptCounts(num_sent=4, num_lost=1, num_failed=1, num_refused=1)
+
+
+def test_a_refusal_is_counted_once_for_all_sequences_of_a_request() -> None:
+    call = Call(4)
+    refused = call.send(0.0, *range(4))
+    for index in range(4):
+        call.read(refused, 1.0, index, finish=FinishReason.ERROR, error=f"{CANNOT_CONTINUE} it allows no token")
+    refused.end(1.0, SubmissionResult.ERROR)
+    assert call.circuit.attempts == AttemptCounts(num_sent=1, num_refused=1)

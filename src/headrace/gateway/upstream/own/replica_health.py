@@ -101,12 +101,12 @@ class ReplicaCircuit:
 class ReplicaAttempt:
     """Reports the outcome of one attempt to its replica's circuit, and counts it. Only its first reported outcome counts."""
 
-    __slots__ = ("_circuit", "_clock", "_has_begun", "_is_over", "_ticket", "connection", "sent_at")
+    __slots__ = ("_circuit", "_clock", "_has_begun", "_is_over", "_is_refused", "_ticket", "connection", "sent_at")
 
     def __init__(self, circuit: ReplicaCircuit, connection: ConnectionKey | None, ticket: Ticket, clock: Clock, sent_at: float) -> None:
         self._circuit, self.connection, self._ticket, self._clock = circuit, connection, ticket, clock
         self.sent_at = sent_at
-        self._has_begun = self._is_over = False
+        self._has_begun = self._is_over = self._is_refused = False
 
     def read(self, updates: Sequence[SequenceUpdate]) -> None:
         if self._is_over:
@@ -121,7 +121,8 @@ class ReplicaAttempt:
         for update in updates:
             if update.finish is FinishReason.ERROR:
                 if (update.error or "").startswith(CANNOT_CONTINUE):
-                    self._circuit.attempts.num_refused += 1
+                    self._circuit.attempts.num_refused += not self._is_refused
+                    self._is_refused = True  # once, whatever the number of its sequences
                     continue
                 self._is_over = True
                 self._circuit.attempts.num_failed += 1
