@@ -152,6 +152,21 @@ async def test_a_standby_that_hung_is_started_again_once_it_is_taken() -> None:
         assert (await site.phases())["tiny-1"] == "serving"
 
 
+@pytest.mark.parametrize(("most", "shares"), [(2, {"tiny-0": 0, "tiny-1": 1, "tiny-2": 1}), (3, {"tiny-0": 0, "tiny-1": 1, "tiny-2": 2})])
+async def test_beside_an_engine_that_drains_its_share_is_taken_last(most: int, shares: dict[str, int]) -> None:
+    async with scripted_site(specs=scaled(most, replicas=2)) as site:
+        await site.all_serving()
+        site.script.num_open = {"tiny-1": 1}
+        wants(site, 1.0, "tiny-0")
+        drain = asyncio.create_task(site.do("drain", replica="tiny-1", within_s=3600))
+        await eventually(lambda: listed(site) == ["tiny-0", "tiny-2"])
+        reconciler = site.supervisor._reconciler
+        assert reconciler is not None
+        assert {name: process.share.index for name, process in reconciler.processes.items()} == shares
+        site.script.num_open.clear()
+        assert (await drain)[-1] == {"event": "done"}
+
+
 async def test_an_idle_model_goes_to_zero_and_a_request_brings_it_back() -> None:
     async with scripted_site(specs=scaled(2, least=0)) as site:
         wants(site, 0.0, "tiny-0")

@@ -226,7 +226,9 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
             return shared[0]
         taken = {process.share.index for name, process in self.items() if name != replaces and name in staying}
         wanted = [self[replaces].share.index] if replaces in self else []
-        index = next(index for index in chain((each for each in wanted if each < total), count()) if index not in taken)
+        used = {process.share.index for process in self.values()}  # by those that drain, too
+        free = (index for index in range(total) if index not in used)
+        index = next(index for index in chain((each for each in wanted if each < total), free, count()) if index not in taken)
         return MachineShare(index, max(total, index + 1))
 
     def launch(self) -> None:
