@@ -304,6 +304,15 @@ def test_what_was_learned_is_kept_over_a_restart(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
 
 
+async def test_what_was_learned_of_a_model_that_is_not_scaled_now_stays_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "scaling.json"
+    keep_scaling(file, {"other": KeptScaling(77.0), "tiny": KeptScaling(33.0)})
+    async with scripted_site(specs=scaled(2), gateway={"state": str(tmp_path)}) as site:
+        wants(site, 0.2, "tiny-0")
+        await asyncio.sleep(SOON_S)
+    assert {name: kept.load_s for name, kept in read_scaling(file).items()} == {"tiny": 33.0, "other": 77.0}
+
+
 @pytest.mark.pure
 @pytest.mark.parametrize(
     "damage", ["", "{", '{"models": []}', '{"models": {"tiny": {"load_s": -1}}}', '{"models": {"tiny": {"load_s": 9, "days": [1]}}}']

@@ -169,7 +169,9 @@ class Autoscaling:
             except HeadraceError as error:
                 if not isinstance(error, NotScaling) and str(error) != self.not_scaled.get(spec.name):
                     log.error("%s: its replicas cannot be counted: %s", spec.name, error)
-                self.models.pop(spec.name, None)
+                if spec.name in self.models:
+                    self._keep()
+                    del self.models[spec.name]
                 self.not_scaled[spec.name] = str(error)
         if now - self._kept_at >= SLOT_S:
             self._kept_at = now
@@ -212,6 +214,8 @@ class Autoscaling:
             model.failure = failure
 
     def _keep(self) -> None:
+        """What the file has of models that are not scaled at this moment stays in it."""
         if self.models:
+            file = self._reconciler.config.scaling_file
             kept = {name: KeptScaling(model.load_s, model.history) for name, model in self.models.items()}
-            keep_scaling(self._reconciler.config.scaling_file, kept)
+            keep_scaling(file, {**kept, **{name: before for name, before in read_scaling(file).items() if name not in kept}})

@@ -181,3 +181,39 @@ async def test_an_idle_model_goes_to_no_pod_and_a_request_brings_one(kube: KubeS
         assert kube.replicas("statefulsets", "engines") == 0
         site.script.models["far"] = ModelStatus({}, num_arrived=1, num_held=1)
         await eventually(lambda: listed(site) == ["e-0"], 120)
+
+
+async def test_a_model_in_use_through_another_gateway_pod_alone_keeps_its_pod(kube: KubeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autoscaler, "IDLE_S", 400.0)
+    async with gateway_pod(kube, far(least=0)) as holder:
+        await eventually(lambda: ("leases", LEASE) in kube.objects)
+        async with gateway_pod(kube, far(least=0)) as other:
+            for num_ended in range(0, 1000, 10):
+                for site in (holder, other):
+                    site.script.loads = {"e-0": ReportedReplicaLoad(0, 0, 0.0, num_ended, 20 * num_ended, age_s=0.1)}
+                other.script.models["far"] = ModelStatus({}, num_arrived=num_ended)
+                await asyncio.sleep(10)
+                assert kube.replicas("statefulsets", "engines") == 1
+            await asyncio.sleep(2 * MIN_SETTLE_S)
+            assert kube.replicas("statefulsets", "engines") == 0, "it is idle now"
+
+
+async def test_a_request_held_at_a_gateway_pod_that_does_not_scale_brings_a_pod_that_stays(
+    kube: KubeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autoscaler, "IDLE_S", 60.0)
+    async with gateway_pod(kube, far(least=0)) as holder:
+        await eventually(lambda: ("leases", LEASE) in kube.objects)
+        async with gateway_pod(kube, far(least=0)) as other:
+            await asyncio.sleep(60 + MIN_SETTLE_S + 60)
+            assert kube.replicas("statefulsets", "engines") == 0
+            await asyncio.sleep(REPEAT_S / 2)
+            other.script.models["far"] = ModelStatus({}, num_arrived=5, num_held=5)
+            await eventually(lambda: kube.replicas("statefulsets", "engines") == 1)
+            for _ in range(20):
+                await asyncio.sleep(REPEAT_S / 6)
+                assert kube.replicas("statefulsets", "engines") == 1, "the holder writes no zero over it"
+            assert listed(other) == listed(holder) == ["e-0"]
+            other.script.models["far"] = ModelStatus({}, num_arrived=5)
+            await asyncio.sleep(60 + MIN_SETTLE_S + 60)
+            assert kube.replicas("statefulsets", "engines") == 0

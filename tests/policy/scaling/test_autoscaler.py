@@ -143,6 +143,42 @@ def test_the_last_replica_goes_only_where_none_may_be_and_comes_back_for_what_wa
     assert site.open == 0
 
 
+def after_full_replica(rate: int, history: ArrivalHistory | None = None) -> tuple[Autoscaler, ScalingFacts]:
+    """What a replica can do is known at the time 1800: requests came at `rate` for half an hour and waited."""
+    scaler = Autoscaler(ScalingRules(min_replicas=0, max_replicas=1), 1, history)
+    full = ScalingFacts(num_serving=1, num_arrived=0, num_finished=0, num_tokens=0, num_running=16, num_waiting=4, num_full=1, fill=1.0)
+    for now in range(2, 1802, 2):
+        count = now * rate
+        facts = replace(full, num_arrived=count, num_finished=count, num_tokens=100 * count)
+        scaler.decide(facts, now)
+    return scaler, replace(facts, num_running=0, num_waiting=0, num_full=0, fill=0.0)
+
+
+@pytest.mark.parametrize("rate", [2, 20])
+def test_the_last_replica_goes_after_fifteen_minutes_whatever_came_before(rate: int) -> None:
+    """A mean of the rate stays above zero for much longer."""
+    scaler, idle = after_full_replica(rate)
+    gone_at = next(now for now in range(1802, 9000, 2) if not scaler.decide(idle, now).num_replicas)
+    assert 1800 + IDLE_S <= gone_at <= 1800 + IDLE_S + 10
+
+
+@pytest.mark.parametrize(("usual", "num_replicas"), [(0.5 / IDLE_S, 0), (2.0 / IDLE_S, 1)])
+def test_earlier_days_keep_the_last_replica_where_a_request_was_usual_in_fifteen_minutes(usual: float, num_replicas: int) -> None:
+    history = ArrivalHistory()
+    history.weeks = [usual] * len(history.weeks)
+    scaler, idle = after_full_replica(2, history)
+    for now in range(1802, 9000, 2):
+        decision = scaler.decide(idle, now)
+    assert decision.num_replicas == num_replicas
+
+
+def test_requests_that_another_gateway_took_count_as_they_end() -> None:
+    scaler = Autoscaler(replace(RULES, min_replicas=0), 1)
+    for now in range(0, 7200, 10):
+        facts = ScalingFacts(num_serving=1, num_arrived=0, num_finished=now // 600, num_tokens=now)
+        assert scaler.decide(facts, float(now)).num_replicas == 1
+
+
 def test_where_none_serves_no_report_is_missed_and_what_waits_has_a_replica() -> None:
     """Counted by gateways, which go on where no replica has a load to report."""
     scaler = Autoscaler(replace(RULES, min_replicas=0), 0)

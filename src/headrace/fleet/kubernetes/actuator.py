@@ -45,7 +45,20 @@ class PodActuator:
         self._workloads: dict[KubernetesService, _Workload] = {}
 
     async def num_replicas(self, model: str) -> int:
-        return await self._held(model)[1].scaler.num_replicas()
+        try:
+            return await self._held(model)[1].scaler.num_replicas()
+        except NotScaling:
+            await self._start_for_held(model)
+            raise
+
+    async def _start_for_held(self, model: str) -> None:
+        """The pod that scales does not see what waits at this one, which no engine would ever take."""
+        service = self._service(model)
+        workload, num_held = self._workloads[service], sum(status.num_held for status in self._reconciler.view.of(model))
+        if not num_held or self._reconciler.found.get(service) or await workload.scaler.num_replicas():
+            return
+        await workload.scaler.scale(1)  # a conflict where it has been changed since
+        await self._note(model, service, 0, 1, f"{counted(num_held, 'request')} held at a gateway pod that does not scale")
 
     def load_s(self, model: str) -> float | None:
         """Counted in pods that are found, which have loaded."""
@@ -60,24 +73,37 @@ class PodActuator:
         now = asyncio.get_running_loop().time()
         if workload.written == num_replicas and now - workload.written_at < REPEAT_S:
             return
+        if workload.written == num_replicas == 0:  # never written over: another gateway pod may have started one
+            workload.written_at = now
+            if found := await workload.scaler.num_replicas():
+                workload.written = -1
+                raise NotScaling(f"{counted(found, 'pod')} came for requests at another gateway pod: it begins with them")
+            return
         before = await workload.scaler.scale(num_replicas)
         workload.written, workload.written_at = num_replicas, now
         if before == num_replicas:
             return
         workload.grows_since = now if before < num_replicas else None
+        await self._note(model, service, before, num_replicas, reason)
+
+    async def _note(self, model: str, service: KubernetesService, before: int, num_replicas: int, reason: str) -> None:
         log.info("%s: %s of %s instead of %d: %s", model, counted(num_replicas, "pod"), service.workload, before, reason)
         await self._audit.record(ACTOR, "scale", {"model": model, "replicas": num_replicas, "reason": reason}, no_operator)
 
     def _held(self, model: str) -> tuple[KubernetesService, _Workload]:
         """Raises NotScaling where another pod holds the Lease, or KubernetesFailed."""
-        [service] = [spec.kubernetes for spec in self._reconciler.config.models if spec.name == model]
-        assert service is not None, "another actuator has models without pods"
+        service = self._service(model)
         for left in [*self._workloads.keys() - self._reconciler.services]:
             self._workloads.pop(left).holding.cancel()
         workload = self._workloads.get(service) or self._made(service)
         if not workload.lease.is_held:
             raise NotScaling(workload.lease.failure or "another gateway pod scales it")
         return service, workload
+
+    def _service(self, model: str) -> KubernetesService:
+        [service] = [spec.kubernetes for spec in self._reconciler.config.models if spec.name == model]
+        assert service is not None, "another actuator has models without pods"
+        return service
 
     def _made(self, service: KubernetesService) -> _Workload:
         namespace, name = service.namespace or self._api.own_namespace(), service.workload.partition("/")[2]

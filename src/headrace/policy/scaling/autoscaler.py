@@ -72,7 +72,8 @@ class ScalingRules:
 class ScalingFacts:
     """
     num_serving   replicas; those that are about to leave are not counted
-    num_arrived   requests since an earlier moment; never decreases
+    num_arrived   requests since an earlier moment; never decreases. Those at gateways of another machine may be missing: they are seen as
+                  they end
     num_finished  the same, of requests that ended
     num_tokens    the same, of output tokens
     num_running   requests
@@ -155,7 +156,7 @@ class Autoscaler:
         tokens = facts.num_tokens - last[1].num_tokens
         if min(arrived, finished, tokens) < 0:
             return  # counters began anew
-        if arrived or facts.num_waiting:
+        if arrived or finished or facts.num_waiting:
             self._last_request_at = now
         self.history.add(arrived, now)
         self._fast = _mean(self._fast, arrived / seconds, seconds / FAST_S)
@@ -201,17 +202,21 @@ class Autoscaler:
         return wishes
 
     def _at_least(self, facts: ScalingFacts, now: float) -> ScalingDecision:
-        idle_s = now - self._last_request_at
-        if idle_s < max(MIN_DRAIN_S, IDLE_S - self.rules.settle_s) or facts.num_waiting:
+        if not self._is_idle(facts, now):
             waiting = f"{counted(facts.num_waiting, 'request')} {'waits' if facts.num_waiting == 1 else 'wait'}"
             return ScalingDecision(1, waiting if facts.num_waiting else "requests came in the last minutes")
-        return ScalingDecision(0, f"no request came for {idle_s / 60:.0f} minutes")
+        return ScalingDecision(0, f"no request came for {(now - self._last_request_at) / 60:.0f} minutes")
+
+    def _is_idle(self, facts: ScalingFacts, now: float) -> bool:
+        return not facts.num_waiting and now - self._last_request_at >= max(MIN_DRAIN_S, IDLE_S - self.rules.settle_s)
 
     def _by_rate(self, facts: ScalingFacts, replica_rate: float, now: float) -> ScalingDecision:
-        ahead_s, come = self.rules.load_s, self._arrival_rate
+        """A mean never falls to nothing: where no request comes any more, or too few are expected to keep a replica, none is wished."""
+        ahead_s, come = self.rules.load_s, 0.0 if self._is_idle(facts, now) else self._arrival_rate
         growth = max(0.0, come - self._slow) / (SLOW_S - FAST_S) * ahead_s
         grown = min(come + growth, MAX_GROWTH * come)
         usual = self.history.expected(now, now + ahead_s)
+        usual = usual if usual >= 1.0 / IDLE_S else 0.0
         rate = max(grown, usual)
         backlog = max(0, facts.num_waiting - facts.num_serving) / max(MIN_DRAIN_S, ahead_s)
         num = math.ceil((rate / TARGET_RATE + backlog) / replica_rate - 1e-9)
