@@ -67,6 +67,17 @@ async def test_a_holder_that_ends_gives_it_to_the_next_one_soon(kube: KubeServer
     await second.end()
 
 
+@pytest.mark.parametrize("spec", ["none", [1], {"leaseDurationSeconds": "long", "holderIdentity": "b"}])
+async def test_an_answer_that_is_no_lease_is_named_and_asked_for_again(kube: KubeServer, spec: object) -> None:
+    await kube.put("leases", "engines-autoscaler", {"spec": spec})
+    pod = Pod(kube, "a")
+    await eventually(lambda: "it is no Lease" in pod.lease.failure)
+    await kube.put("leases", "engines-autoscaler", {"spec": {}})
+    await eventually(lambda: pod.lease.is_held)
+    assert not pod.lease.failure
+    await pod.end()
+
+
 async def test_a_holder_that_loses_the_server_counts_it_as_lost_before_another_one_may_have_it(kube: KubeServer) -> None:
     first = Pod(kube, "a")
     await eventually(lambda: first.lease.is_held)

@@ -52,8 +52,8 @@ class LeaderLease:
                 except KubernetesFailed as error:
                     if error.status != CONFLICT:  # of two pods that asked at once the other one has it
                         failure = str(error)
-                except (TypeError, ValueError) as error:
-                    failure = f"it is no Lease: {error}"
+                except Exception as error:  # the outermost loop: an answer that is no Lease must not end it
+                    failure = f"it is no Lease: {error!r}"
                 if failure and failure != self.failure:
                     log.error("the Lease %s cannot be held, so that this pod scales nothing: %s", self._name, failure)
                 self.failure = failure
@@ -107,7 +107,7 @@ class LeaderLease:
         if not self.is_held:
             return
         self._held_until = -1.0
-        with suppress(KubernetesFailed, TimeoutError):  # then it ends by itself
+        with suppress(Exception):  # then it ends by itself
             async with asyncio.timeout(GIVE_UP_S):
                 lease = await self._api.call("get", LEASES, self._namespace, self._name)
                 if (lease.get("spec") or {}).get("holderIdentity") == self._identity:
