@@ -92,6 +92,11 @@ def far(**fields: Any) -> Object:
     return {"name": "far", "remote": {**remote, **fields}}
 
 
+def scaled(**fields: str) -> Object:
+    kubernetes = {"service": "demo-engines", "workload": "statefulsets/demo-engines", **fields}
+    return {**far(kubernetes=kubernetes), "autoscale": {"max": 3}}
+
+
 REFUSED: dict[str, tuple[Object, str]] = {
     "an unknown value": ({"replicas": 2}, "replicas"),
     "an unknown value below": ({"autoscaling": {"max": 2}}, "max"),
@@ -111,6 +116,23 @@ REFUSED: dict[str, tuple[Object, str]] = {
     "a scaler of gateways that share their engines": (
         {"engines": ENGINES, "config": {"models": [far()]}, "autoscaling": {"kind": "keda"}},
         "autoscaling.kind",
+    ),
+    "a workload that the Role does not name": (
+        {"engines": ENGINES, "config": {"models": [scaled(workload="deployments/demo-engines")]}},
+        "config.models[0].remote.kubernetes.workload: autoscale is allowed for statefulsets/demo-engines",
+    ),
+    "a load without a workload": (
+        {"engines": ENGINES, "config": {"models": [scaled(workload="")]}},
+        "models[0].remote.kubernetes.workload",
+    ),
+    "pods of another chart": ({"config": {"models": [scaled()]}}, "config.models[0].remote.kubernetes.workload"),
+    "a namespace without a Role": (
+        {"engines": ENGINES, "config": {"models": [scaled(namespace="other")]}},
+        "config.models[0].remote.kubernetes.namespace: is other",
+    ),
+    "two loads for one workload": (
+        {"engines": ENGINES, "config": {"models": [scaled(), {**scaled(), "name": "near"}]}},
+        "config.models[1].autoscale: statefulsets/demo-engines is scaled by the load of config.models[0] already",
     ),
     "a pool without a picker": ({"inferencePool": {"enabled": True}}, "picker.name"),
     "a pool of pods with two engines": (

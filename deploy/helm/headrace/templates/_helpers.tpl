@@ -218,6 +218,24 @@ scaleDown:
 {{- printf "config.models: no model has remote.kubernetes.service %s, the Service of engines." $service | fail }}
 {{- end }}
 {{- end }}
+{{- $scaled := "" }}
+{{- range $i, $model := $v.config.models }}
+{{- with ($model.remote).kubernetes }}
+{{- if $model.autoscale }}
+{{- $own := printf "statefulsets/%s-engines" $.Release.Name }}
+{{- if not (and $v.engines.enabled (eq (.workload | default "") $own)) }}
+{{- printf "config.models[%d].remote.kubernetes.workload: autoscale is allowed for %s of engines.enabled alone, by this chart's Role. Write that, or leave autoscale out." $i $own | fail }}
+{{- end }}
+{{- if ne (.namespace | default $.Release.Namespace) $.Release.Namespace }}
+{{- printf "config.models[%d].remote.kubernetes.namespace: is %s, and this chart's Role allows autoscale in %s alone. Leave one of them out." $i .namespace $.Release.Namespace | fail }}
+{{- end }}
+{{- if $scaled }}
+{{- printf "config.models[%d].autoscale: %s is scaled by the load of %s already. Leave it out of one of them." $i $own $scaled | fail }}
+{{- end }}
+{{- $scaled = printf "config.models[%d]" $i }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- $first := first $v.config.models | default dict }}
 {{- if and $v.inferencePool.enabled (or (ne (len $v.config.models) 1) (ne (int ($first.replicas | default 1)) 1) (not $first.engine)) }}
 {{- fail "inferencePool: a picker reads one engine's gauges of a pod. config.models must have one model with one replica and no remote." }}
