@@ -72,6 +72,7 @@ class Option:
     on: Mapping[str, object] = field(default_factory=dict)
     reload: Reload | None = None
     role: Role | None = None
+    is_required: bool = False
     is_shared: bool = False
     is_common: bool = False
 
@@ -110,7 +111,7 @@ class Option:
 
     @property
     def _without(self) -> str:
-        return f"Leave it out for {self.shown or 'no limit'}." if self.default is None and not self.on else ""
+        return f"Leave it out for {self.shown or 'no limit'}." if self.default is None and not self.on and not self.is_required else ""
 
     @property
     def _too_low(self) -> str:
@@ -132,7 +133,7 @@ def option(default: Value, help: str, *flags: str, repr: bool = True, **about: o
 
 
 def required(help: str, **about: object) -> Any:
-    return field(metadata={"option": Option(help=help, **about)})  # type: ignore[arg-type]
+    return field(metadata={"option": Option(help=help, is_required=True, **about)})  # type: ignore[arg-type]
 
 
 def by_device(cpu: Value, gpu: Value, help: str, *flags: str, **about: object) -> Value:

@@ -17,6 +17,7 @@ from headrace.core.option import Reload, Role, check_options, option, options, r
 from headrace.core.parallelism import Parallelism
 from headrace.core.strict_decode import NeedsExactlyOne
 from headrace.fleet.admin_listen import AdminListen
+from headrace.fleet.kubernetes.endpoints import MAX_ENGINES
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.launcher import SECRET_VARIABLES
 from headrace.fleet.ray.options import RayOptions
@@ -29,6 +30,7 @@ from headrace.registry.names import is_reference
 from headrace.text.folder import digests_of
 
 MAX_REPLICAS = 64
+"""Engines of a model that are started here. Pods: MAX_ENGINES."""
 MAX_TIMEOUT_S = 86_400
 MIN_HANG_TIMEOUT_S = 15.0
 """The wire's lease (10 s) and a new connection come first."""
@@ -42,12 +44,12 @@ COMMAND = (sys.executable, "-P", "-m", "headrace")
 class ReplicaRange:
     """Between which numbers the load decides ([autoscaling.md](autoscaling.md))."""
 
-    max: int = required("Most replicas.", low=1, high=MAX_REPLICAS)
+    max: int = required(f"Most replicas; of engines that are no pods at most {MAX_REPLICAS}.", low=1, high=MAX_ENGINES)
     min: int = option(
         1,
         "Fewest. 0: the last one ends after 15 minutes without a request, and the next request waits until one has loaded.",
         low=0,
-        high=MAX_REPLICAS,
+        high=MAX_ENGINES,
     )
 
     def within(self, num_replicas: int) -> int:
@@ -194,6 +196,7 @@ class FleetConfig(FleetOptions):
             _check_model(f"models[{index}]", model, names)
             if model.sleeps:
                 _check_sleeps(f"models[{index}]", model, self.sleep_budget_bytes)
+        _check_workloads(self.models)
         for route in self.routes:
             check_free_name(f"routes.{route}", route, names)
         if "models" in self.gateway:
@@ -205,8 +208,12 @@ class FleetConfig(FleetOptions):
         check_secret("site_key", self.site_key)
         if self.admin is not None:
             self.admin.checked()
+        if self.sleep_budget_bytes is not None and not any(model.sleeps for model in self.models):
+            raise ConfigError("sleep_budget_bytes", "is set, and no model sleeps", "Give a model `sleeps: true`, or leave it out.")
         if self.ray is not None:
             self.ray.checked()
+            if not any(model.replicas for model in self.models):
+                raise ConfigError("ray", "runs engines, and no model has `engine`", "Leave it out: engines of remote run by themselves.")
             if self.sleep_budget_bytes is not None:
                 reason = "is of one machine, and engines run on the nodes of a Ray cluster"
                 raise ConfigError("sleep_budget_bytes", reason, "Leave out one of the two.")
@@ -299,23 +306,46 @@ def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
         if model.replicas:
             raise ConfigError(f"{where}.replicas", f"{model.replicas} is not 0 beside remote")
         if model.autoscale is not None:
-            _check_range(where, 0, model.autoscale)
+            _check_range(where, model.autoscale)
         return
     if not 1 <= model.replicas <= MAX_REPLICAS:
         raise ConfigError(f"{where}.replicas", f"{model.replicas} is outside 1..{MAX_REPLICAS}")
     if model.autoscale is not None:
-        _check_range(where, model.replicas, model.autoscale)
+        _check_range(where, model.autoscale)
+        _check_counts(where, model, model.autoscale)
     if "model" in model.engine:
         raise ConfigError(f"{where}.engine.model", "is not an option here", "The model's folder is `path`.")
 
 
-def _check_range(where: str, replicas: int, autoscale: ReplicaRange) -> None:
+def _check_range(where: str, autoscale: ReplicaRange) -> None:
     check_options(autoscale, f"{where}.autoscale")
     if autoscale.min > autoscale.max:
         raise ConfigError(f"{where}.autoscale.min", f"{autoscale.min} is more than max, {autoscale.max}")
+
+
+def _check_counts(where: str, model: ModelSpec, autoscale: ReplicaRange) -> None:
+    replicas = model.replicas
+    if autoscale.max > MAX_REPLICAS:
+        remedy = f"More engines than {MAX_REPLICAS} are pods (remote.kubernetes)."
+        raise ConfigError(f"{where}.autoscale.max", f"{autoscale.max} is outside 1..{MAX_REPLICAS}", remedy)
     if replicas > 1 and autoscale.within(replicas) != replicas:
         remedy = "It is the number to start with: leave it out, or write one between them."
         raise ConfigError(f"{where}.replicas", f"{replicas} is outside autoscale, {autoscale.min}..{autoscale.max}", remedy)
+
+
+def _check_workloads(models: Sequence[ModelSpec]) -> None:
+    """Two decisions about one number would undo each other. Without a namespace it is that of the pod, which may be any."""
+    scaled: list[tuple[str, str, str]] = []
+    for index, model in enumerate(models):
+        if model.autoscale is None or model.kubernetes is None:
+            continue
+        where, namespace, workload = f"models[{index}]", model.kubernetes.namespace, model.kubernetes.workload
+        for other, other_namespace, other_workload in scaled:
+            if workload == other_workload and (namespace == other_namespace or not namespace or not other_namespace):
+                reason = f"{workload} is scaled by the load of {other} already"
+                remedy = "Leave autoscale out of one of them, or give each a workload of its own; in other namespaces, name them both."
+                raise ConfigError(f"{where}.remote.kubernetes.workload", reason, remedy)
+        scaled.append((where, namespace, workload))
 
 
 def _check_sleeps(where: str, model: ModelSpec, budget_bytes: int | None) -> None:

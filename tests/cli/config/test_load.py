@@ -296,6 +296,11 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
     assert named.models[0].served_name == "mine"
 
 
+def scaled_pods(most: int, namespace: str = "") -> str:
+    service = f"{{service: e, workload: statefulsets/e{namespace and f', namespace: {namespace}'}}}"
+    return f"remote: {{model: M, tls_dir: /t, kubernetes: {service}}}, autoscale: {{max: {most}}}"
+
+
 @pytest.mark.parametrize(
     ("text", "where", "what"),
     [
@@ -310,9 +315,25 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
         ("models: [{remote: {model: M}}]", "models[0].remote", "exactly one of replicas and kubernetes"),
         (
             "models: [{remote: {model: M, tls_dir: /t, kubernetes: {service: e}}, autoscale: {max: 2}}]",
-            "models[0].autoscale",
-            "this model has none",
+            "models[0].remote.kubernetes.workload",
+            "is missing beside autoscale. Name what has the pods",
         ),
+        (
+            f"models: [{{name: a, {scaled_pods(257)}}}]",
+            "models[0].autoscale.max",
+            "257 is outside 1..256",
+        ),
+        *(
+            (
+                f"models: [{{name: a, {scaled_pods(2, one)}}}, {{name: b, {scaled_pods(3, two)}}}]",
+                "models[1].remote.kubernetes.workload",
+                "statefulsets/e is scaled by the load of models[0] already",
+            )
+            for one, two in (("", ""), ("x", "x"), ("x", ""))
+        ),
+        ("models: [{engine: {model: M}, autoscale: {max: 65}}]", "models[0].autoscale.max", "More engines than 64 are pods"),
+        ("models: [{engine: {model: M}}]\nsleep_budget_bytes: 1000", "sleep_budget_bytes", "is set, and no model sleeps"),
+        ("models: [{name: x, upstreams: [{url: 'http://h/v1'}]}]\nray: {}", "ray", "no model has `engine`"),
         (
             "models: [{remote: {model: M, tls_dir: /t, kubernetes: {service: e, workload: deployments/e}}, autoscale: {min: 3, max: 2}}]",
             "models[0].autoscale.min",

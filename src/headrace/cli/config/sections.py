@@ -328,6 +328,9 @@ def _check_for_ray(where: str, engine: EngineConfig, ray: RayOptions) -> None:
 def _checked_model(where: str, model: ModelSection, find: FindGpus) -> ModelSection:
     _check_answers(where, model)
     check_options(model, where)
+    if model.autoscale is not None and model.remote is not None and model.remote.kubernetes is not None and not model.has_workload:
+        remedy = "Name what has the pods: statefulsets/NAME or deployments/NAME."
+        raise ConfigError(f"{where}.remote.kubernetes.workload", "is missing beside autoscale", remedy)
     for name, default in (("replicas", 1), ("autoscale", None), ("standby", 0)):
         if model.engine is None and getattr(model, name) != default and not (name == "autoscale" and model.has_workload):
             reason = "counts engines that are started here, and this model has none"
