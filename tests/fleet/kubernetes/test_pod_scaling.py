@@ -217,3 +217,24 @@ async def test_a_request_held_at_a_gateway_pod_that_does_not_scale_brings_a_pod_
             other.script.models["far"] = ModelStatus({}, num_arrived=5)
             await asyncio.sleep(60 + MIN_SETTLE_S + 60)
             assert kube.replicas("statefulsets", "engines") == 0
+
+
+async def test_of_gateway_pods_that_hold_requests_at_once_one_starts_a_pod(
+    kube: KubeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(autoscaler, "IDLE_S", 60.0)
+    caplog.set_level("INFO")
+    held = ModelStatus({}, num_arrived=1, num_held=1)
+    async with gateway_pod(kube, far(least=0)) as holder:
+        await eventually(lambda: ("leases", LEASE) in kube.objects)
+        async with gateway_pod(kube, far(least=0)) as second, gateway_pod(kube, far(least=0)) as third:
+            await asyncio.sleep(60 + MIN_SETTLE_S + 60)
+            assert kube.replicas("statefulsets", "engines") == 0
+            kube.slow_s = 0.7
+            second.script.models["far"] = third.script.models["far"] = held
+            await eventually(lambda: kube.replicas("statefulsets", "engines") == 1)
+            await asyncio.sleep(5)
+            assert [await reason(site) for site in (second, third)] == 2 * ["another gateway pod scales it"]
+            assert listed(holder) == []
+    assert sum("1 pod of statefulsets/engines instead of 0" in message for message in caplog.messages) == 1
+    assert not any("cannot be counted" in message for message in caplog.messages)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from headrace.core.errors import counted
 from headrace.fleet.autoscaling import ACTOR, NotScaling
 from headrace.fleet.commands import CommandAudit, no_operator
-from headrace.fleet.kubernetes.api import KubernetesApi
+from headrace.fleet.kubernetes.api import KubernetesApi, KubernetesFailed
 from headrace.fleet.kubernetes.lease import LeaderLease
-from headrace.fleet.kubernetes.scale import WorkloadScaler
+from headrace.fleet.kubernetes.scale import CONFLICT, WorkloadScaler
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.reconciler import Reconciler
 
@@ -57,7 +57,12 @@ class PodActuator:
         workload, num_held = self._workloads[service], sum(status.num_held for status in self._reconciler.view.of(model))
         if not num_held or self._reconciler.found.get(service) or await workload.scaler.num_replicas():
             return
-        await workload.scaler.scale(1)  # a conflict where it has been changed since
+        try:
+            await workload.scaler.scale(1)
+        except KubernetesFailed as error:
+            if error.status != CONFLICT:
+                raise
+            return  # another pod has written it since
         await self._note(model, service, 0, 1, f"{counted(num_held, 'request')} held at a gateway pod that does not scale")
 
     def load_s(self, model: str) -> float | None:
