@@ -224,3 +224,27 @@ async def test_a_reload_of_adapters_reaches_the_node(tmp_path: Path) -> None:
         [*_, answer] = await site.do("reload")
         assert "is cut short" in json.dumps(answer)
         assert len(site.pids("tiny-0")) == 1
+
+
+async def test_engines_on_nodes_sleep_and_wake_on_command() -> None:
+    script = Script()
+    async with site_on_nodes({"10.0.0.1": 2}, script, models={"tiny": 2}) as (site, _):
+        await site.all_serving()
+        assert (await site.do("sleep", model="tiny", level="ram"))[-1] == {"event": "done"}
+        assert script.asleep == {"tiny-0": "ram", "tiny-1": "ram"}
+        assert (await site.do("wake", model="tiny"))[-1] == {"event": "done"}
+        assert script.asleep == {}
+
+
+async def test_the_reason_of_an_engine_that_cannot_sleep_travels() -> None:
+    script = Script(awake_only={"tiny-0": "a replica of several ranks does not sleep"})
+    async with site_on_nodes({"10.0.0.1": 1}, script) as (site, cluster):
+        [*_, said] = await site.do("sleep", model="tiny")
+        assert said["event"] == "refused" and "several ranks" in said["reason"]
+        script.awake_only.clear()
+        script.num_open["tiny-0"] = 1
+        sleeping = asyncio.create_task(site.do("sleep", model="tiny"))
+        await asyncio.sleep(5)
+        cluster.lose_node("10.0.0.1")
+        cluster.room["10.0.0.2"] = 1
+        assert "done" not in {each["event"] for each in await sleeping}

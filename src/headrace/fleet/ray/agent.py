@@ -22,6 +22,7 @@ from typing import Any
 
 from headrace import __version__
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, Unavailable
+from headrace.core.sleep import SleepLevel
 from headrace.fleet.authority import pem_of_key, write_folder
 from headrace.fleet.files import rank_label
 from headrace.fleet.launcher import Child, Launcher, ProcessLauncher, Say, launch_ranks
@@ -158,6 +159,16 @@ class NodeAgent:
             return {"event": "refused", "reason": str(refused)}
         except Unavailable:
             return {"event": "reloaded"}
+
+    async def change_sleep(self, level: str | None) -> Mapping[str, object]:
+        """Returns as `reload`, once the replica sleeps, or with None is awake."""
+        if self._child is None or self._child.exited.done():
+            return {"event": "refused", "reason": "it has no process that runs"}
+        try:
+            await self._child.asked.change_sleep(None if level is None else SleepLevel(level))
+        except (ReloadRefused, Unavailable) as error:
+            return {"event": "refused", "reason": str(error)}
+        return {"event": "done"}
 
     async def terminate(self) -> None:
         async with self._lock:

@@ -31,7 +31,7 @@ from headrace.fleet.replica_processes import Listens
 from headrace.fleet.weights import name_elsewhere
 from headrace.machine.signals import first_of
 from headrace.observe.logs import relay
-from headrace.wire.leash import LeashRequests
+from headrace.wire.leash import LeashRequestKind, LeashRequests
 from headrace.wire.tls.files import CA_NAME, CERTIFICATE_NAME, KEY_NAME, TlsRole
 
 log = logging.getLogger(__name__)
@@ -157,13 +157,34 @@ class NodeChild:
         return None
 
     def _write(self, data: bytes) -> None:
-        self._call(self._reload(json.loads(data)["id"]))
+        asked = json.loads(data)
+        self._call(self._answer(asked["id"], LeashRequestKind(asked["event"]), asked.get("level")))
 
-    async def _reload(self, request_id: int) -> None:
-        answer: Mapping[str, object] = {"event": "reloaded"}  # without an order yet, the file is read with it
-        if self._is_ordered:
-            answer = await self._agent.call("reload", self._configs())
+    async def _answer(self, request_id: int, kind: LeashRequestKind, level: str | None) -> None:
+        answer: Mapping[str, object]
+        match kind:
+            case LeashRequestKind.RELOAD:
+                answer = await self._reload()
+            case LeashRequestKind.SLEEP | LeashRequestKind.WAKE:
+                answer = await self._change_sleep(level)
+            case _:
+                answer = {"event": "refused", "reason": f"{kind} is not asked of an engine on another machine"}
         self.asked.take({**answer, "id": request_id})
+
+    async def _reload(self) -> Mapping[str, object]:
+        if not self._is_ordered:
+            return {"event": "reloaded"}  # the file is read with the order
+        answer: Mapping[str, object] = await self._agent.call("reload", self._configs())
+        return answer
+
+    async def _change_sleep(self, level: str | None) -> Mapping[str, object]:
+        if not self._is_ordered:
+            return {"event": "refused", "reason": "it waits for a node"}
+        try:
+            answer: Mapping[str, object] = await self._agent.call("change_sleep", level)
+        except AgentLost as lost:
+            return {"event": "refused", "reason": str(lost)}
+        return answer
 
     def _call(self, call: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._logged(call), name=f"call to {self.label}")
