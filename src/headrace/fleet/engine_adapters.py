@@ -33,11 +33,16 @@ class EngineAdapters:
         required: an adapter that every engine must take that serves. Raises ReloadRefused with the first reason, or ConfigError.
         """
         before, self.lists = self.lists, lists
+        following = self._following(models)
+        specs_before = [process.spec for process in following]
+        by_name = {spec.name: spec for spec in models}
+        _set_specs(following, [by_name[process.files.model] for process in following])
         try:
             await self._offer(models, required)
             yield
         except (Exception, asyncio.CancelledError):
             self.lists = before
+            _set_specs(following, specs_before)
             await asyncio.shield(self._kept_task(self._go_back(models), "adapters before"))
             raise
 
@@ -95,6 +100,11 @@ class EngineAdapters:
             await self._offer(models, "")
         except (ReloadRefused, ConfigError) as error:
             log.error("not every engine has gone back to the adapters before: %s", error)
+
+
+def _set_specs(processes: Sequence[ReplicaProcess], specs: Sequence[ModelSpec]) -> None:
+    for process, spec in zip(processes, specs, strict=True):
+        process.spec = spec
 
 
 def _mapping(value: object) -> Mapping[str, str]:

@@ -39,8 +39,12 @@ class ReplicaHost(Protocol):
 
     is_this_machine: bool
 
-    async def launch(self, config: FleetConfig, spec: ModelSpec, files: ReplicaFiles, listens: Listens) -> Child:
-        """Starts one replica. listens: called where only its start tells where it listens. Raises OSError."""
+    async def launch(self, config: FleetConfig, spec: Callable[[], ModelSpec], files: ReplicaFiles, listens: Listens) -> Child:
+        """Starts one replica. Raises OSError.
+
+        spec     as it is when it is called: a reload may have changed the adapters
+        listens  called where only its start tells where it listens
+        """
         ...
 
     def want(self, num_replicas: int) -> None:
@@ -54,7 +58,7 @@ class ThisMachine:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
 
-    async def launch(self, config: FleetConfig, spec: ModelSpec, files: ReplicaFiles, listens: Listens) -> Child:
+    async def launch(self, config: FleetConfig, spec: Callable[[], ModelSpec], files: ReplicaFiles, listens: Listens) -> Child:
         launch = partial(self._launcher.launch, forward=True, withheld=config.key_variables)
         commands = [(*config.engine_command, "--config", str(path)) for path in files.configs]
         return await launch_ranks([partial(launch, rank_label(files.name, rank), command) for rank, command in enumerate(commands)])
@@ -205,10 +209,10 @@ class ReplicaProcesses(Mapping[str, ReplicaProcess]):
         share, number = self._share(config, deployment, spec, replaces), next(self._numbers)
         here = share if self._host.is_this_machine else None
         files = write_engine_files(config, spec, self._folder, name=replica.name, number=number, share=here, adapters=adapters)
-        launch = partial(self._host.launch, config, spec, files, lambda listening: self[replica.name].listens(listening))
+        launch = partial(self._host.launch, config, lambda: process.spec, files, lambda listening: self[replica.name].listens(listening))
         turn = partial(self._turn, replica.name) if spec.sleeps else None
         keeper = ProcessKeeper(replica.name, launch, start_timeout_s=config.start_timeout_s, turn=turn)
-        process = ReplicaProcess(files, spec, share, keeper, self._on_change)
+        process: ReplicaProcess = ReplicaProcess(files, spec, share, keeper, self._on_change)
         self._by_name[replica.name] = process
         self._host.want(len(self))
 

@@ -79,7 +79,7 @@ async def test_a_reason_of_the_engine_travels_with_its_end() -> None:
     await node.agent.start(node.order)
     [*_, ended] = await node.until_ended()
     assert ended.about == {"status": 78, "label": "tiny-0", "reason": "is cut short", "can_retry": False}
-    assert await node.agent.reload(node.order.configs) == {"event": "reloaded"}, "the next one reads the file"
+    assert await node.agent.reload(node.order.configs, {}) == {"event": "reloaded"}, "the next one reads the file"
 
 
 async def test_lines_that_are_not_taken_are_dropped_and_counted() -> None:

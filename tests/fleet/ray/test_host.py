@@ -10,6 +10,7 @@ import json
 import logging
 import ssl
 import stat
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from patience import eventually
 from scripted_nodes import ScriptedCluster, site_on_nodes
 from scripted_site import Script, ScriptedSite
 
-from headrace.bundled import bundled_path
+from headrace.bundled import bundled_adapter, bundled_path
 from headrace.core.errors import ConfigError
 from headrace.fleet.config import ModelSpec, ReplicaRange
 from headrace.fleet.keeper import FIRST_PAUSE_S
@@ -240,7 +241,8 @@ async def test_the_reason_of_an_engine_that_cannot_sleep_travels() -> None:
     script = Script(awake_only={"tiny-0": "a replica of several ranks does not sleep"})
     async with site_on_nodes({"10.0.0.1": 1}, script) as (site, cluster):
         [*_, said] = await site.do("sleep", model="tiny")
-        assert said["event"] == "refused" and "several ranks" in said["reason"]
+        assert said["event"] == "refused"
+        assert "several ranks" in said["reason"]
         script.awake_only.clear()
         script.num_open["tiny-0"] = 1
         sleeping = asyncio.create_task(site.do("sleep", model="tiny"))
@@ -248,3 +250,40 @@ async def test_the_reason_of_an_engine_that_cannot_sleep_travels() -> None:
         cluster.lose_node("10.0.0.1")
         cluster.room["10.0.0.2"] = 1
         assert "done" not in {each["event"] for each in await sleeping}
+
+
+async def test_adapters_that_a_reload_adds_are_named_on_nodes_by_what_the_file_says() -> None:
+    one = ModelSpec(name="tiny", folder=Path("/m"), engine={"enable_lora": True})
+    sources = {"/elsewhere/adapter": "pirate"}
+    more = replace(one, adapters={"sql": "/elsewhere/adapter"}, sources=sources)
+    async with site_on_nodes({"10.0.0.1": 1}, specs=(one,)) as (site, _):
+
+        def paths() -> list[str]:
+            return [each["path"] for each in site.process("tiny-0").config["engine"].get("lora_modules", ())]
+
+        here = [str(bundled_adapter("pirate"))]
+        site.write_file(models=(more,))
+        assert (await site.do("reload"))[-1] == {"event": "done"}
+        assert paths() == here
+        site.process("tiny-0").kill()
+        await eventually(lambda: len(site.pids("tiny-0")) == 2)
+        await site.all_serving()
+        assert paths() == here
+
+
+async def test_a_refused_reload_leaves_nodes_the_names_before() -> None:
+    first = ModelSpec(
+        name="tiny",
+        folder=Path("/m"),
+        engine={"enable_lora": True},
+        adapters={"sql": "/elsewhere/adapter"},
+        sources={"/elsewhere/adapter": "pirate"},
+    )
+    missing = replace(first, adapters={"none": "/elsewhere/none"}, sources={"/elsewhere/none": "/srv/none"})
+    async with site_on_nodes({"10.0.0.1": 1}, specs=(first,)) as (site, _):
+        before = site.process("tiny-0").config
+        site.write_file(models=(missing,))
+        [*_, said] = await site.do("reload")
+        assert said["event"] == "refused"
+        assert "there is no folder '/elsewhere/none'" in said["reason"]
+        assert site.process("tiny-0").config == before

@@ -13,7 +13,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from itertools import count
@@ -78,6 +78,7 @@ class NodeIdentity:
 class NodeOrder:
     """
     command      arguments of the interpreter that runs an engine
+    sources      folders of the supervisor's machine -> what names them on any other one
     withheld     variables that engines do not inherit
     authority, certificate  PEM
     token        what gateways send to this engine
@@ -144,11 +145,12 @@ class NodeAgent:
             await self._has_events.wait()
         return [*self._events]
 
-    async def reload(self, configs: Sequence[Content]) -> Mapping[str, object]:
-        """Returns the answer of the first process in the words of `wire.leash`."""
+    async def reload(self, configs: Sequence[Content], sources: Mapping[str, str]) -> Mapping[str, object]:
+        """configs, sources: as of `NodeOrder`. Returns the answer of the first process in the words of `wire.leash`."""
         async with self._lock:
             if self._child is None or self._child.exited.done() or self._order is None:
                 return {"event": "reloaded"}  # the next one reads the file
+            self._order = replace(self._order, sources=sources)
             try:
                 await asyncio.to_thread(self._write, self._order, configs)
             except HeadraceError as error:

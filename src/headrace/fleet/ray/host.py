@@ -14,7 +14,6 @@ import secrets
 import signal
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +39,9 @@ LOST = 69
 """Exit status of a replica whose agent is gone, with its node or by itself (EX_UNAVAILABLE)."""
 
 PLACE_NOTICE_S = 10.0
+
+NodeContents = tuple[Sequence[Content], Mapping[str, str]]
+"""`configs` and `sources` of a `NodeOrder`."""
 
 
 class AgentLost(HeadraceError):
@@ -74,17 +76,17 @@ class NodeChild:
         label: str,
         agent: RemoteAgent,
         order: Callable[[NodeIdentity], NodeOrder],
-        configs: Callable[[], Sequence[Content]],
+        contents: Callable[[], NodeContents],
         listens: Callable[[str], None],
     ) -> None:
-        """listens: takes the address"""
+        """contents: as they are now, may block; listens: takes the address"""
         self.label = label
         self.failure: Failure | None = None
         self.pids: Sequence[int] = ()
         self.asked = LeashRequests(self._write)
         self._agent = agent
         self._order = order
-        self._configs = configs
+        self._contents = contents
         self._listens = listens
         self._is_ordered = False
         self._calls: set[asyncio.Task[None]] = set()
@@ -174,7 +176,13 @@ class NodeChild:
     async def _reload(self) -> Mapping[str, object]:
         if not self._is_ordered:
             return {"event": "reloaded"}  # the file is read with the order
-        answer: Mapping[str, object] = await self._agent.call("reload", self._configs())
+        try:
+            configs, sources = await asyncio.to_thread(self._contents)
+            answer: Mapping[str, object] = await self._agent.call("reload", configs, sources)
+        except AgentLost:
+            raise
+        except HeadraceError as error:  # a registry does not answer
+            return {"event": "refused", "reason": str(error)}
         return answer
 
     async def _change_sleep(self, level: str | None) -> Mapping[str, object]:
@@ -216,17 +224,19 @@ class RayHost:
         self._num_requested = 0
         self._requesting: asyncio.Task[None] | None = None
 
-    async def launch(self, config: FleetConfig, spec: ModelSpec, files: ReplicaFiles, listens: Listens) -> Child:
+    async def launch(self, config: FleetConfig, spec: Callable[[], ModelSpec], files: ReplicaFiles, listens: Listens) -> Child:
         token = secrets.token_urlsafe(TOKEN_BYTES)
-        configs = partial(_read, files)
+
+        def contents() -> NodeContents:
+            return [read_json_object(path) for path in files.configs], _sources(spec())
 
         def order(identity: NodeIdentity) -> NodeOrder:
-            named = {**spec.sources, **({str(spec.folder): spec.source} if spec.source else {})}
+            configs, sources = contents()
             return NodeOrder(
                 replica=files.name,
                 command=config.engine_command[1:],
-                configs=configs(),
-                sources={folder: name_elsewhere(name, Path(folder)) for folder, name in named.items()},
+                configs=configs,
+                sources=sources,
                 withheld=sorted(config.key_variables),
                 authority=pem_of_certificate(self._authority.certificate),
                 certificate=self._certificate_for(identity),
@@ -237,7 +247,7 @@ class RayHost:
         def listen(address: str) -> None:
             listens({"address": address, "token": token, "tls_dir": str(self._tls)})
 
-        return NodeChild(files.name, self._cluster.agent(), order, configs, listen)
+        return NodeChild(files.name, self._cluster.agent(), order, contents, listen)
 
     def _certificate_for(self, identity: NodeIdentity) -> bytes:
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -268,5 +278,6 @@ class RayHost:
         await self._requesting
 
 
-def _read(files: ReplicaFiles) -> Sequence[Content]:
-    return [read_json_object(path) for path in files.configs]
+def _sources(spec: ModelSpec) -> Mapping[str, str]:
+    named = {**spec.sources, **({str(spec.folder): spec.source} if spec.source else {})}
+    return {folder: name_elsewhere(name, Path(folder)) for folder, name in named.items()}
