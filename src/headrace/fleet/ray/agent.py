@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from collections import deque
@@ -18,7 +20,7 @@ from enum import StrEnum
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from headrace import __version__
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, Unavailable
@@ -104,6 +106,7 @@ class NodeAgent:
         self._host = host
         self._num_neighbours = num_neighbours
         self._key = ec.generate_private_key(ec.SECP256R1())
+        self._is_launching_processes = launch_by is None
         self._launcher = ProcessLauncher(say=self._say) if launch_by is None else launch_by(self._say)
         self._events: deque[NodeEvent] = deque()
         self._numbers = count(1)
@@ -112,6 +115,7 @@ class NodeAgent:
         self._num_dropped = 0
         self._lock = asyncio.Lock()
         self._folder: LockedFolder | None = None
+        self._sweep: IO[bytes] | None = None
         self._order: NodeOrder | None = None
         self._child: Child | None = None
         self._following: asyncio.Task[None] | None = None
@@ -128,7 +132,7 @@ class NodeAgent:
             try:
                 paths = await asyncio.to_thread(self._prepare, order)
                 self._child = child = await launch_ranks([self._launch_of(order, rank, path) for rank, path in enumerate(paths)])
-            except (HeadraceError, OSError) as error:
+            except (HeadraceError, OSError, subprocess.CalledProcessError) as error:
                 can_retry = not isinstance(error, ConfigError | CheckpointError)
                 self._ended(NOT_STARTED, order.replica, str(error), can_retry=can_retry)
                 return ()
@@ -194,6 +198,8 @@ class NodeAgent:
         base = Path(tempfile.gettempdir())
         remove_unlocked(base, FOLDER_PREFIX, LOCK_NAME)
         self._folder = LockedFolder.make(base, FOLDER_PREFIX, LOCK_NAME)
+        if self._is_launching_processes:
+            self._sweep = _swept_with_this_process(self._folder.path)  # before there are secrets in it
         files = {CA_NAME: order.authority, CERTIFICATE_NAME: order.certificate, KEY_NAME: pem_of_key(self._key)}
         write_folder(self._folder.path / "tls", files)
         return self._write(order, order.configs)
@@ -244,11 +250,33 @@ class NodeAgent:
         if self._folder is not None:
             with suppress(OSError):
                 self._folder.remove()
+        if self._sweep is not None:
+            self._sweep.close()
         self._add(EventKind.ENDED, {"status": status, "label": label, "reason": reason, "can_retry": can_retry})
 
     def _add(self, kind: EventKind, about: Mapping[str, Any]) -> None:
         self._events.append(NodeEvent(next(self._numbers), kind, about))
         self._has_events.set()
+
+
+def _swept_with_this_process(folder: Path) -> IO[bytes]:
+    """Closed, or once this process has ended, a process of its own removes the folder: Ray ends an agent, and what it started, by SIGKILL.
+
+    The shell that is started ends at once, and leaves the one that waits without a parent: Ray does not find it.
+    """
+    reading, writing = os.pipe()
+    command = ("/bin/sh", "-c", 'exec 3<&0; { read -r _; rm -rf -- "$1"; } <&3 3<&- &', "sh", str(folder))
+    quiet = subprocess.DEVNULL
+    try:
+        subprocess.run(
+            command, stdin=reading, stdout=quiet, stderr=quiet, start_new_session=True, cwd="/", env={"PATH": os.defpath}, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+    return os.fdopen(writing, "wb")
 
 
 def _here(order: NodeOrder, folder: str, resolve: Callable[[str], Path]) -> Path | str:
