@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -197,3 +199,15 @@ async def test_a_rollout_of_a_model_that_sleeps_ends_while_its_replicas_are_asle
         assert said[-1]["event"] == event, said
         assert site.listed("a") == [kept]
         assert site.started_with(kept)["model"] == folder
+
+
+async def test_an_engine_still_wakes_for_requests_that_are_held_when_the_deployment_ends() -> None:
+    specs = (sleeper("a"), sleeper("b"))
+    script = Script(leaving_s={"gateway": 25.0})
+    async with scripted_site(script, specs=specs, sleep_budget_bytes=BUDGET) as site:
+        await eventually(lambda: len(engines(site)) == 2 and len(awake(site)) == 1)
+        [sleeping] = set(engines(site)) & set(script.asleep)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(1.0)
+        await ask(site, sleeping.removesuffix("-0"))
+        assert await site.running is FleetExit.DRAINED

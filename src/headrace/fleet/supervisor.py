@@ -151,8 +151,7 @@ class Supervisor:
                 if task.done():
                     task.result()
             watching.cancel()
-            slicing.cancel()
-            return await self._drain(gateways, reconciler, stop)
+            return await self._drain(gateways, slicing, reconciler, stop)
         finally:
             for task in tasks:
                 task.cancel()
@@ -192,8 +191,10 @@ class Supervisor:
         if not stop.soft.done():
             stop.ask(f"drained within {within_s:g} s")
 
-    async def _drain(self, gateways: list[asyncio.Task[None]], reconciler: Reconciler, stop: StopSignals) -> FleetExit:
-        """The gateways first, so that no stream loses its engine."""
+    async def _drain(
+        self, gateways: list[asyncio.Task[None]], slicing: asyncio.Task[None], reconciler: Reconciler, stop: StopSignals
+    ) -> FleetExit:
+        """The gateways first, so that no stream loses its engine. Until then engines still wake: requests may be held for them."""
         reconciler.freeze()
         log.info("stopping %s, then %s", _named(self.gateways), counted(len(self.engines), "engine"))
         _stop(self.gateways)
@@ -202,6 +203,7 @@ class Supervisor:
         if stop.hard.done() and not left:
             _stop(self.gateways)  # their second signal, too
             await asyncio.wait(gateways, timeout=CUT_GRACE_S)
+        slicing.cancel()
         _stop(self.engines)
         left = await _ended(reconciler.processes.tasks, stop, ENGINE_GRACE_S) and left
         was_cut = any(gateway.was_cut for gateway in self.gateways)
