@@ -14,6 +14,7 @@ import pytest
 import scripted_site as scripted_site_module
 from scripted_site import Script, ScriptedLauncher, ScriptedSite, scripted_site
 
+from headrace.core.errors import Unavailable
 from headrace.fleet.launcher import Child, Launcher, Say
 from headrace.fleet.ray import cluster as cluster_module
 from headrace.fleet.ray.agent import NodeAgent, NodeIdentity, NodeOrder
@@ -90,6 +91,7 @@ class ScriptedCluster:
     room      node -> replicas for which it has room
     version   of Headrace on the nodes; empty: the same as here
     requests  numbers of replicas for which machines were asked for
+    deaf      so many requests fail that come next
     """
 
     def __init__(self, launcher: Launcher, room: dict[str, int]) -> None:
@@ -98,6 +100,7 @@ class ScriptedCluster:
         self.version = ""
         self.agents: list[ScriptedAgent] = []
         self.requests: list[int] = []
+        self.deaf = 0
         self._numbers = count()
 
     def agent(self) -> ScriptedAgent:
@@ -105,6 +108,9 @@ class ScriptedCluster:
         return self.agents[-1]
 
     def request(self, num_replicas: int) -> None:
+        if self.deaf:
+            self.deaf -= 1
+            raise Unavailable("the autoscaler does not answer")
         self.requests.append(num_replicas)
 
     async def place(self, agent: ScriptedAgent) -> None:
@@ -128,9 +134,9 @@ class ScriptedCluster:
         return [agent for agent in self.agents if agent.orders and agent.orders[-1].replica == replica][-1]
 
     def check(self) -> None:
-        """No agent is left, and nothing is asked for any more."""
+        """No agent is left, and nothing is asked for any more by a deployment that was heard."""
         assert all(agent.is_lost for agent in self.agents)
-        assert not self.requests or self.requests[-1] == 0
+        assert self.deaf or not self.requests or self.requests[-1] == 0
 
 
 @asynccontextmanager

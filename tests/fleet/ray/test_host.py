@@ -24,7 +24,7 @@ from headrace.bundled import bundled_adapter, bundled_path
 from headrace.core.errors import ConfigError
 from headrace.fleet.config import ModelSpec, ReplicaRange
 from headrace.fleet.keeper import FIRST_PAUSE_S
-from headrace.fleet.ray.host import PLACE_NOTICE_S
+from headrace.fleet.ray.host import LAST_REQUEST_S, PLACE_NOTICE_S
 from headrace.fleet.ray.options import RayOptions
 
 pytestmark = pytest.mark.loop
@@ -185,6 +185,23 @@ async def test_the_cluster_is_asked_for_what_is_wanted_and_for_less_when_less_is
             assert (await site.do("scale", model="tiny", replicas=number))[-1]["event"] == "done"
             await eventually(partial(is_asked_for, cluster, number))
     assert cluster.requests[-1] == 0, "nothing is left that the cluster would keep machines for"
+
+
+async def test_a_request_that_fails_is_made_again_and_the_last_one_too() -> None:
+    async with site_on_nodes({"10.0.0.1": 9}, models={"tiny": 2}) as (site, cluster):
+        cluster.deaf = 1
+        assert (await site.do("scale", model="tiny", replicas=3))[-1]["event"] == "done"
+        await eventually(partial(is_asked_for, cluster, 3))
+        cluster.deaf = 2
+    assert (cluster.deaf, cluster.requests[-1]) == (0, 0)
+
+
+async def test_a_cluster_that_answers_no_more_does_not_hold_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    began = asyncio.get_running_loop().time()
+    async with site_on_nodes({"10.0.0.1": 9}) as (_, cluster):
+        cluster.deaf = 10**6
+    assert asyncio.get_running_loop().time() - began < LAST_REQUEST_S + 5
+    assert "the cluster may keep machines" in caplog.text
 
 
 async def test_a_model_is_named_on_nodes_by_what_the_file_says() -> None:

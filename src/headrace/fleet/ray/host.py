@@ -40,6 +40,9 @@ LOST = 69
 
 PLACE_NOTICE_S = 10.0
 
+REQUEST_PAUSE_S = 1.0
+LAST_REQUEST_S = 10.0
+
 NodeContents = tuple[Sequence[Content], Mapping[str, str]]
 """`configs` and `sources` of a `NodeOrder`."""
 
@@ -263,19 +266,25 @@ class RayHost:
             self._requesting = asyncio.create_task(self._request(), name="request to the cluster")
 
     async def _request(self) -> None:
-        """One after another, and the last number last."""
-        while self._num_requested != self._num_wanted:
-            number = self._num_requested = self._num_wanted
+        """One after another, and the last number last. One that has failed is made again."""
+        while self._num_requested != (number := self._num_wanted):
             try:
                 await asyncio.to_thread(self._cluster.request, number)
+                self._num_requested = number
             except HeadraceError as error:
+                self._num_requested = -1  # it may have been made
                 log.warning("the cluster was not asked for machines for %d replicas: %s", number, error)
+                await asyncio.sleep(REQUEST_PAUSE_S)
 
     async def close(self) -> None:
-        """What it has asked the cluster for is taken back."""
+        """What it has asked the cluster for is taken back, unless that cannot be done within LAST_REQUEST_S."""
         self.want(0)
         assert self._requesting is not None, "want has made it"
-        await self._requesting
+        try:
+            async with asyncio.timeout(LAST_REQUEST_S):
+                await self._requesting
+        except TimeoutError:
+            log.error("the cluster may keep machines for this deployment until another program asks it for some")
 
 
 def _sources(spec: ModelSpec) -> Mapping[str, str]:
