@@ -211,11 +211,27 @@ def archive(kind: str, data: bytes) -> list[Layer]:
     return [(f"{MODEL}.weight.v1.{kind}", "a", data)]
 
 
-def long_header() -> bytes:
-    """A header of PAX that says it is larger than a pull may hold, at the beginning of an archive of few bytes."""
-    info = tarfile.TarInfo("x")
-    info.type, info.size = tarfile.XHDTYPE, 4 * CHUNK_BYTES
-    return info.tobuf(tarfile.USTAR_FORMAT) + bytes(1024)
+def header(kind: bytes, size: int, pax: dict[str, str] | None = None) -> bytes:
+    info = tarfile.TarInfo("config.json")
+    info.type, info.size, info.pax_headers = kind, size, pax or {}
+    return info.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
+
+
+def long_name(size: int) -> bytes:
+    return header(tarfile.GNUTYPE_LONGNAME, size) + bytes(-(-size // 512) * 512)
+
+
+END = bytes(1024)
+FILE = header(tarfile.REGTYPE, 3) + b"{}\n".ljust(512, b"\0")
+DAMAGED = {
+    "header": long_name(100 << 10) + FILE,
+    "negative header": header(tarfile.GNUTYPE_LONGNAME, -1024) + FILE,
+    "headers": (long_name(64 << 10) + FILE) * 100,
+    "chain": long_name(10) * 3000 + FILE,
+    "no map": header(tarfile.REGTYPE, 0, {"GNU.sparse.map": "0,x", "GNU.sparse.size": "5"}),
+    "negative file": header(tarfile.REGTYPE, -1024) + FILE,
+    "within a file": header(tarfile.REGTYPE, 99999) + FILE,
+}
 
 
 @pytest.mark.parametrize(
@@ -227,12 +243,14 @@ def long_header() -> bytes:
         (archive("tar+gzip", b"no archive" * 100), "damaged archive"),
         (archive("tar+gzip", gzip.compress(tar_of(FILES))[:-300]), "damaged archive"),
         (archive("tar+zstd", b"no archive" * 100), "damaged archive"),
-        (archive("tar", long_header()), "damaged archive"),
+        *((archive("tar+gzip", gzip.compress(data + END)), "damaged archive") for data in DAMAGED.values()),
+        (archive("tar", header(tarfile.REGTYPE, 1 << 40)), "unpacks to more than"),
+        (archive("tar+zstd", zstd.compress(tar_of({"notes.md": bytes(80 << 20)}))), "unpacks to more than"),
         (archive("tar", tar_of({"notes.md": b"x"})), "0 files"),
         (archive("tar", tar_of({f"{number}.json": b"" for number in range(1025)})), "more than 1024 files"),
         ([*archive("tar", tar_of(FILES)), *raw({"config.json": b"other"})], "twice"),
     ],
-    ids=["leads out", "absolute", "tar", "gzip", "cut", "zstd", "header", "nothing", "many", "twice"],
+    ids=["leads out", "absolute", "tar", "gzip", "cut", "zstd", *DAMAGED, "far", "bomb", "nothing", "many", "twice"],
 )
 def test_an_archive_that_cannot_be_right_is_refused(registry: SmallRegistry, tmp_path: Path, layers: list[Layer], words: str) -> None:
     registry.push("1", layers)
