@@ -12,7 +12,7 @@ import pytest
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import ConfigError
 from headrace.core.parallelism import AUTO, Parallelism
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import NOT_ON_GPUS, EngineConfig
 from headrace.engine.layout import CpuMemory, ShapeAsked, ShapeHere, ask_shape, make_need, with_layout
 from headrace.engine.shapes import read_here, shape_of
 from headrace.lab.plan import here
@@ -186,11 +186,14 @@ def test_a_layout_that_a_plan_calls_runnable_is_one_that_the_options_may_have(gp
         unrun = why_not_run(device, each.layout)
         if "machine" in unrun:
             continue  # one machine's options cannot name another one
-        if unrun:
-            with pytest.raises(ConfigError, match=unrun):
-                replace(OPTIONS, device="cuda", **size).checked()
+        options = replace(OPTIONS, device="cpu" if gpu == "cpu" else "cuda", **size)
+        if each.layout.tp > 1 and gpu != "cpu":
+            with pytest.raises(ConfigError, match=NOT_ON_GPUS):
+                options.checked()
+            assert unrun
         else:
-            assert replace(OPTIONS, device="cpu" if gpu == "cpu" else "cuda", **size).checked().parallelism.world == each.layout.num_devices
+            assert options.checked().parallelism.world == each.layout.num_devices
+            assert bool(unrun) == (gpu != "cpu" and each.layout.pp > 1), "stages on several GPUs are run where they are asked for by number"
 
 
 def test_groups_of_rounded_weights_that_do_not_divide_are_refused_as_a_load_refuses_them(tmp_path: Path) -> None:
