@@ -173,7 +173,7 @@ def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
         return pools.within(config.kv_cache_bytes), f"KV memory: {describe_bytes(config.kv_cache_bytes)}, as kv_cache_bytes says"
     held, num_ranks = budget.weight_bytes + budget.draft_bytes, budget.num_ranks
     reserved = held + budget.activation_bytes + budget.adapter_bytes
-    fraction = config.memory_fraction if config.memory_bytes is None else 1.0
+    fraction = config.memory_fraction if config.memory_bytes is None else 1 / num_ranks
     kv_bytes = int(fraction * (budget.available_bytes + num_ranks * held)) - reserved
     free, weights, step = (describe_bytes(n) for n in (budget.available_bytes, budget.weight_bytes, budget.activation_bytes))
     adapters = (

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from headrace.core.errors import CheckpointError
 from headrace.registry.manifest import MAX_FILES, StoredFile, is_kept
@@ -78,7 +78,7 @@ def _members(stream: IO[bytes], max_bytes: int, where: str) -> Iterator[tarfile.
             member = members.next()
             if member is None:
                 return
-            members.members.clear()
+            cast(Any, members).members.clear()
             if number >= MAX_FILES:
                 raise CheckpointError(where, f"holds an archive of more than {MAX_FILES} files")
             if member.size < 0:

@@ -156,6 +156,18 @@ def test_ranks_have_the_cache_that_one_rank_has_although_the_free_memory_falls_a
     assert any(line.startswith("ranks: 1 stage of 2 ranks; rank 0: ") for line in engine.engine.info.decided)
 
 
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=["TP2", "PP2"])
+def test_no_rank_takes_more_than_memory_bytes(tmp_path: Path, layout: dict[str, int]) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    options = {**SPACE, "num_kv_blocks": None, "max_num_seqs": 64, "max_num_batched_tokens": 64}
+    most = describe(folder).resident_bytes + (1 << 20)
+    with RealEngine(folder, **options, **layout, memory_bytes=most) as engine:
+        info = engine.engine.info
+    cache = sum(count * group.block_bytes(info.block_size) for count, group in zip(info.num_blocks, info.kv_groups, strict=True))
+    assert most // 8 < cache < most, "and it takes what is left"
+    assert any(line.startswith("KV memory: 0.5 x (") and "free by memory_bytes" in line for line in info.decided), info.decided
+
+
 def test_the_rank_with_the_least_memory_decides_the_number_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = LoadedPart.size
 

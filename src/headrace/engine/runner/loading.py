@@ -141,7 +141,7 @@ def choose(config: EngineConfig, packed: PackedFolder | None, features: CpuFeatu
     free, num_ranks = device.free_memory(), place.parallelism.num_here
     # Other ranks are taken to have read as much ahead: the one that has read the least decides, and it takes too little for free.
     available = replace(free, num_bytes=free.num_bytes + num_ranks * (0 if packed is None else packed.num_bytes_ahead))
-    available = _within_option(config, available)
+    available = _within_option(config, available, num_ranks)
     _check_weights_fit(described, draft_bytes, available, num_ranks)
     kernels, why_kernels = choose_backend(config.kernels, config.device)
     backend = load_backend(kernels, deterministic=config.deterministic, features=features)
@@ -172,11 +172,11 @@ def _kv_dtype(config: EngineConfig, computed: torch.dtype, stored: str, features
     return getattr(torch, config.kv_cache_dtype), f"as configured{scales}"
 
 
-def _within_option(config: EngineConfig, free: Available, held_bytes: int = 0) -> Available:
-    """held_bytes: of the engine, all ranks together"""
+def _within_option(config: EngineConfig, free: Available, num_ranks: int, held_bytes: int = 0) -> Available:
+    """num_ranks: that share this one's memory; held_bytes: of all these together"""
     if config.memory_bytes is None:
         return free
-    given = Available(max(0, config.parallelism.world * config.memory_bytes - held_bytes), "memory_bytes")
+    given = Available(max(0, num_ranks * config.memory_bytes - held_bytes), "memory_bytes")
     return min(free, given, key=lambda available: available.num_bytes)
 
 
@@ -225,7 +225,7 @@ class LoadedPart:
         free = device.free_memory()
         if num_ranks > 1:  # how much of the others' weights it still counts is not known
             free = replace(self.available, num_bytes=max(0, self.available.num_bytes - num_ranks * (weight_bytes + draft_bytes)))
-        free = _within_option(config, free, num_ranks * (weight_bytes + draft_bytes))
+        free = _within_option(config, free, num_ranks, num_ranks * (weight_bytes + draft_bytes))
         return KvMemoryBudget(
             available_bytes=free.num_bytes,
             source=free.source,
