@@ -92,12 +92,20 @@ def test_a_member_that_does_not_match_is_refused_in_both_logs_and_another_may_co
     assert list(links) == [1]
 
 
-def test_a_second_member_of_the_same_rank_is_refused() -> None:
+def test_a_member_that_comes_again_takes_the_place_of_one_whose_machine_closed_no_link() -> None:
     joining = [Joining(RankHello(rank, FACTS)) for rank in (1, 1, 2)]
-    gather((each.theirs for each in joining), 3, FACTS)
-    refusal = joining[1].result()
+    links = gather((each.theirs for each in joining), 3, FACTS, lambda hello, others: "it is there" if hello.rank in others else "")
+    assert [links[rank].fileno() for rank in (1, 2)] == [each.theirs.fileno() for each in joining[1:]]
+    refusal = joining[0].result()
     assert isinstance(refusal, ConfigError)
-    assert "rank 1 is refused: there is one already" in str(refusal)
+    assert "rank 1 is refused: it has come again, and the later one is taken" in str(refusal)
+
+
+def test_a_member_that_does_not_fit_takes_no_ones_place() -> None:
+    joining = [Joining(RankHello(1, FACTS)), Joining(RankHello(1, {**FACTS, "dtype": "bfloat16"})), Joining(RankHello(2, FACTS))]
+    links = gather((each.theirs for each in joining), 3, FACTS)
+    assert links[1].fileno() == joining[0].theirs.fileno()
+    assert isinstance(joining[1].result(), ConfigError)
 
 
 def test_a_member_that_died_while_others_are_missing_has_a_successor() -> None:

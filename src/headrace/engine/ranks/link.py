@@ -245,7 +245,8 @@ WhyNot = Callable[[RankHello, Mapping[int, RankLink]], str]
 def gather(
     connected: Iterator[Connection], world: int, facts: Mapping[str, str], why_apart: WhyNot = lambda hello, links: ""
 ) -> dict[int, RankLink]:
-    """The links of ranks 1 to world - 1, once each has said hello. What does not fit is refused, and waited for again.
+    """The links of ranks 1 to world - 1, once each has said hello. What does not fit is refused, and waited for again. One that comes
+    again is taken: a machine that has lost power closes no link.
 
     why_apart  why a rank that fits cannot join those that have come; empty: it can
 
@@ -264,29 +265,34 @@ def gather(
             hello = read_json(RankHello, link.receive()[1])
             for left in [rank for rank, joined in links.items() if joined.is_closed()]:
                 links.pop(left).close()
-            why_not = _why_not(hello, links, world, facts) or why_apart(hello, links)
+            others = {rank: joined for rank, joined in links.items() if rank != hello.rank}
+            why_not = _why_not(hello, world, facts) or why_apart(hello, others)
         except EngineFatal as error:
             log.error("a rank that came to this replica is refused: %s", error)
             link.close()
             continue
         if why_not:
-            log.error("%s", why_not)
-            with suppress(EngineFatal):  # it has left
-                link.send(json_frame(FrameKind.FAILED, RankFailure(why_not, is_refused=True)))
-            link.close()
+            _refuse(link, why_not)
             continue
+        if hello.rank in links:
+            _refuse(links[hello.rank], f"rank {hello.rank} is refused: it has come again, and the later one is taken")
         link.wait_at_most(None)
         link.hello = hello
         links[hello.rank] = link
     return dict(sorted(links.items()))
 
 
-def _why_not(hello: RankHello, links: Mapping[int, RankLink], world: int, facts: Mapping[str, str]) -> str:
+def _refuse(link: RankLink, reason: str) -> None:
+    log.error("%s", reason)
+    with suppress(EngineFatal):  # it has left
+        link.send(json_frame(FrameKind.FAILED, RankFailure(reason, is_refused=True)))
+    link.close()
+
+
+def _why_not(hello: RankHello, world: int, facts: Mapping[str, str]) -> str:
     """Empty: the rank may join."""
     if not 1 <= hello.rank < world:
         return f"rank {hello.rank} is refused: it is outside 1..{world - 1}"
-    if hello.rank in links:
-        return f"rank {hello.rank} is refused: there is one already"
     names = sorted(name for name in facts.keys() | hello.facts.keys() if facts.get(name) != hello.facts.get(name))
     differing = (f"{name} is {hello.facts.get(name, 'not said')}, and {facts.get(name, 'not said')} at rank 0" for name in names)
     return f"rank {hello.rank} is refused: {'; '.join(differing)}" if names else ""
