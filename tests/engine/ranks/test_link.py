@@ -131,7 +131,7 @@ def test_a_member_that_died_before_all_had_come_is_waited_for_again() -> None:
         died.leave()
         yield Joining(RankHello(2, FACTS)).theirs
 
-    with pytest.raises(ConfigError, match=r"rank: 1 of 0\.\.2 did not come"):
+    with pytest.raises(EngineFatal, match=r"rank 1 of 0\.\.2 did not come"):
         gather(connected(), 3, FACTS)
 
 
@@ -169,14 +169,14 @@ def test_what_says_no_hello_is_closed_and_the_others_are_waited_for(said: bytes,
 def test_what_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_link, "HELLO_S", 0.001)
     mine, theirs = socket.socketpair()
-    with pytest.raises(ConfigError, match=r"rank: 1 of 0\.\.1 did not come"):
+    with pytest.raises(EngineFatal, match=r"rank 1 of 0\.\.1 did not come"):
         gather(iter([theirs]), 2, FACTS)
     assert mine.recv(1) == b""
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
     joining = Joining(RankHello(2, FACTS))
-    with pytest.raises(ConfigError, match=r"rank: 1, 3 of 0\.\.3 did not come within 600 s\. Start all ranks of the replica."):
+    with pytest.raises(EngineFatal, match=r"rank 1, 3 of 0\.\.3 did not come within 600 s\. Start all ranks of the replica."):
         gather(iter([joining.theirs]), 4, FACTS)
     assert isinstance(joining.result(), EngineFatal), "rank 0 has left"
 
@@ -251,15 +251,19 @@ def test_a_member_tries_until_rank_0_listens(private: Path) -> None:
 
 
 @pytest.mark.socket
-def test_a_member_stops_trying(private: Path) -> None:
+def test_a_member_stops_trying_and_says_once_why_it_does(private: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It may be started again: rank 0 may come later."""
+    caplog.set_level(logging.INFO)
     now = 0.0
 
     def sleep(seconds: float) -> None:
         nonlocal now
         now += seconds
 
-    with pytest.raises(ConfigError, match=r"rendezvous: rank 0 does not listen at .* after 600 s"):
+    with pytest.raises(EngineFatal, match=r"rank 0 does not listen at .* after 600 s"):
         connect(private / "ranks", clock=lambda: now, sleep=sleep)
+    [said] = caplog.messages
+    assert said.endswith("ranks (No such file or directory): trying again for at most 600 s")
 
 
 def test_frames_come_whole_however_they_are_cut() -> None:

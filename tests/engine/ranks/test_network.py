@@ -145,13 +145,15 @@ def test_connections_that_say_nothing_are_limited_in_number_and_hold_up_no_other
     target = parse_target(f"{HOST}:0", TOKEN)
     with ExitStack() as ending:
         port = ending.enter_context(closing(RankPort(target)))
-        for _ in range(2):
-            ending.enter_context(raw(port))
+        silent = [ending.enter_context(raw(port)) for _ in range(2)]
         with closing(dial(at(target, port))), closing(first(port)):
             pass
-        silent = [ending.enter_context(raw(port)) for _ in range(2)]
-        assert silent[1].recv(1) == b""
-        assert "3 connections have not shown a token yet" in caplog.text
+        for _ in range(2):
+            ending.enter_context(raw(port))
+        assert silent[0].recv(1) == b"", "the oldest, and not the newest, which may be a rank"
+        assert "3 later connections have not shown a token yet" in caplog.text
+        with closing(dial(at(target, port), _fail)), closing(first(port)):
+            assert silent[1].recv(1) == b""
 
 
 def test_a_closed_port_leaves_no_connection_behind(make: Make) -> None:
@@ -286,6 +288,21 @@ def test_a_port_that_answers_with_another_frame_is_not_joined() -> None:
 
     threading.Thread(target=lie, daemon=True).start()
     with ends, pytest.raises(EngineFatal, match="again"):
+        dial(parse_target(f"{HOST}:{ends.getsockname()[1]}", TOKEN), check=_fail)
+
+
+def test_what_is_no_rank_is_named_at_once() -> None:
+    ends = socket.create_server((HOST, 0))
+
+    def answer() -> None:
+        accepted, _ = ends.accept()
+        with accepted:
+            accepted.recv(32)
+            accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            accepted.recv(1)
+
+    threading.Thread(target=answer, daemon=True).start()
+    with ends, pytest.raises(ConfigError, match=r"rendezvous: what listens at .* is no rank: a frame begins with b'HTTP'"):
         dial(parse_target(f"{HOST}:{ends.getsockname()[1]}", TOKEN), check=_fail)
 
 

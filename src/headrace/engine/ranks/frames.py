@@ -36,6 +36,10 @@ MAX_JSON_BYTES = 1 << 16
 NO_ADAPTER = -1
 
 
+class OtherProtocol(EngineFatal):
+    """What came is no frame of ranks."""
+
+
 class FrameKind(IntEnum):
     HELLO = 1
     WELCOME = 2
@@ -148,7 +152,7 @@ def read_header(data: bytes | bytearray, allowed: Allowed) -> tuple[FrameKind, i
     """The kind and the payload's length. Raises EngineFatal."""
     magic, number, num_bytes = HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise EngineFatal(f"a frame begins with {bytes(magic)!r} instead of {MAGIC!r}")
+        raise OtherProtocol(f"a frame begins with {bytes(magic)!r} instead of {MAGIC!r}")
     if number not in allowed:
         kinds = ", ".join(kind.name for kind in allowed)
         raise EngineFatal(f"a frame of kind {number} where only {kinds} may come")

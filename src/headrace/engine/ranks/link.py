@@ -250,7 +250,7 @@ def gather(
 
     why_apart  why a rank that fits cannot join those that have come; empty: it can
 
-    Raises ConfigError where `connected` ends before.
+    Raises EngineFatal where `connected` ends before: started again, they may meet.
     """
     links: dict[int, RankLink] = {}
     while len(links) < world - 1:
@@ -258,7 +258,7 @@ def gather(
         if connection is None:
             _close_all(links)
             missing = ", ".join(str(rank) for rank in range(1, world) if rank not in links)
-            raise ConfigError("rank", f"{missing} of 0..{world - 1} did not come within {GATHER_S:g} s", "Start all ranks of the replica.")
+            raise EngineFatal(f"rank {missing} of 0..{world - 1} did not come within {GATHER_S:g} s. Start all ranks of the replica.")
         link = RankLink(connection, {FrameKind.HELLO: MAX_JSON_BYTES})
         try:
             link.wait_at_most(HELLO_S)
@@ -304,7 +304,7 @@ def _close_all(links: Mapping[int, RankLink]) -> None:
 
 
 def connect(path: Path, *, clock: Clock = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> socket.socket:
-    """Tries again until rank 0 listens. Raises ConfigError after GATHER_S, and where another user could listen in its place."""
+    """Tries again until rank 0 listens. Raises EngineFatal after GATHER_S, and ConfigError where another user could listen in its place."""
 
     def dial() -> socket.socket:
         check_socket_folder("rendezvous", path)
@@ -320,15 +320,18 @@ def until_connected(
     clock: Clock = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> _Connected:
-    """Tries again after an OSError. Raises ConfigError after GATHER_S."""
-    deadline = clock() + GATHER_S
+    """Tries again after an OSError. Raises EngineFatal after GATHER_S."""
+    deadline, logged = clock() + GATHER_S, ""
     while True:
         try:
             return dial()
         except OSError as error:
+            reason = error.strerror or str(error)
             if clock() > deadline:
-                reason = f"{what_fails} after {GATHER_S:g} s ({error.strerror or error})"
-                raise ConfigError("rendezvous", reason, "Start rank 0 with the same rendezvous.") from error
+                raise EngineFatal(f"{what_fails} after {GATHER_S:g} s ({reason}). Start rank 0 with the same rendezvous.") from error
+            if reason != logged:
+                log.info("%s (%s): trying again for at most %g s", what_fails, reason, GATHER_S)
+                logged = reason
         sleep(RETRY_S)
 
 

@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError, EngineFatal
-from headrace.engine.ranks.frames import MAX_JSON_BYTES, FrameKind, RankFailure, frame, json_frame, read_json
+from headrace.engine.ranks.frames import MAX_JSON_BYTES, FrameKind, OtherProtocol, RankFailure, frame, json_frame, read_json
 from headrace.engine.ranks.link import CHECK_S, CHUNK_BYTES, GATHER_S, HELLO_S, Connection, RankLink, until_connected
 from headrace.wire.listening import RefusalLog, close_all, listening_sockets, shown_address
 from headrace.wire.target import GrpcTarget
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 64
 MAX_HANDSHAKES = 64
-"""Connections that have not shown their token yet: one more is closed."""
+"""Connections that have not shown their token yet: one more closes the oldest."""
 ACCEPT_PAUSE_S = 0.1
 DIAL_S = 5.0
 PIECE_BYTES = 1 << 20
@@ -104,6 +104,7 @@ class RankPort:
         self._context = None if target.tls is None else load_certificates(target.tls, TlsRole.ENGINE).context
         self._known = SimpleQueue[Connection]()
         self._slots = threading.Semaphore(MAX_HANDSHAKES)
+        self._greeted = dict[socket.socket, str]()  # the oldest first
         self._closing = threading.Lock()
         self._is_closed = False
         self._log_refusal = RefusalLog(time.monotonic)
@@ -145,25 +146,36 @@ class RankPort:
                     self._log_refusal("any address", f"no connection can be accepted ({error.strerror})")
                     time.sleep(ACCEPT_PAUSE_S)
                 continue
-            if self._slots.acquire(blocking=False):
-                threading.Thread(target=self._greet, args=(connected, str(address[0])), name="headrace-rank-hello", daemon=True).start()
-            else:
-                connected.close()
-                self._log_refusal(str(address[0]), f"{MAX_HANDSHAKES} connections have not shown a token yet")
+            if not self._slots.acquire(blocking=False):
+                self._close_oldest()
+                self._slots.acquire()
+            with self._closing:
+                self._greeted[connected] = str(address[0])
+            threading.Thread(target=self._greet, args=(connected, str(address[0])), name="headrace-rank-hello", daemon=True).start()
+
+    def _close_oldest(self) -> None:
+        with self._closing:
+            for oldest, host in list(self._greeted.items())[:1]:
+                del self._greeted[oldest]
+                self._log_refusal(host, f"{MAX_HANDSHAKES} later connections have not shown a token yet")
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread ends
 
     def _greet(self, connected: socket.socket, host: str) -> None:
         with ExitStack() as ending:
             ending.callback(self._slots.release)
             ending.callback(connected.close)
+            ending.callback(self._greeted.pop, connected, None)
             try:
                 with _closed_after(HELLO_S, connected):
                     known = self._authenticated(connected)
             except OSError as error:
                 ca = "" if self._target.tls is None else self._target.tls.ca
-                self._log_refusal(host, handshake_fault(error, own="this rank", peer="the other rank", ca=ca) or str(error))
+                if connected in self._greeted:
+                    self._log_refusal(host, handshake_fault(error, own="this rank", peer="the other rank", ca=ca) or str(error))
                 return
             with self._closing:
-                if not self._is_closed:
+                if self._greeted.pop(connected, None) is not None and not self._is_closed:
                     self._known.put(known)
                     ending.pop_all()
                     self._slots.release()
@@ -213,7 +225,7 @@ def _proof_of(target: GrpcTarget) -> bytes:
 def dial(target: GrpcTarget, check: Callable[[], None] = lambda: None, clock: Clock = time.monotonic) -> RankLink:
     """Tries again until a rank listens there. check: as `link.connections`
 
-    Raises ConfigError after GATHER_S, and for certificates or a token that either end refuses.
+    Raises EngineFatal after GATHER_S, and ConfigError for certificates or a token that either end refuses, or for what is no rank.
     """
     context = None if target.tls is None else load_certificates(target.tls, TlsRole.RANK).context
 
@@ -249,6 +261,8 @@ def _dial_once(target: GrpcTarget, context: ssl.SSLContext | None) -> RankLink:
 
 def _fault(target: GrpcTarget, error: Exception) -> Exception:
     """What cannot pass by itself is a ConfigError."""
+    if isinstance(error, OtherProtocol):
+        return ConfigError("rendezvous", f"what listens at {target.address} is no rank: {error}", "Give the address of a rank's port.")
     cause = error if isinstance(error, ssl.SSLError) else error.__cause__
     ca = "" if target.tls is None else target.tls.ca
     fault = handshake_fault(cause, own="this rank", peer="the other rank", ca=ca) if isinstance(cause, ssl.SSLError) else ""
