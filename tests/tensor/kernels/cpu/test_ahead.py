@@ -45,6 +45,17 @@ def test_what_the_process_beside_compiles_is_found(tmp_path: Path) -> None:
     assert done.stdout.split() == ["0", "1"]
 
 
+@pytest.mark.process
+def test_the_process_beside_ends_with_its_parent_however_that_ends(tmp_path: Path) -> None:
+    """It has the output of its parent, which ends once both have closed it."""
+    environment = {**os.environ, ENVIRONMENT: str(tmp_path), "NUMBA_NUM_THREADS": "2"}
+    left = "from headrace.tensor.kernels.cpu.jit import launch\nlaunch.threading_layer()\nlaunch.set_thread_limit(2)\n"
+    left += "import os, subprocess, torch\nfrom headrace.tensor.kernels.cpu.ahead import compiling_ahead\nsubprocess.DEVNULL = None\n"
+    left += "with compiling_ahead(torch.float32, torch.bfloat16):\n    os._exit(0)\n"
+    subprocess.run([sys.executable, "-c", left], env=environment, capture_output=True, check=True, timeout=300)
+    assert not list(tmp_path.rglob("paged.*")), "it compiled on"
+
+
 @pytest.mark.pure
 @pytest.mark.parametrize("why", ["no cache", "one thread", "it is there", "no such kernel"])
 def test_no_process_is_started_where_it_is_of_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
