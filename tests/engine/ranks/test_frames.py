@@ -212,7 +212,7 @@ def test_numbers_are_read_as_they_were_sent_and_counted() -> None:
 SAID: list[Said] = [
     RankHello(3, {"dtype": "float32"}),
     RankFailure("no memory", is_refused=True),
-    RankSizes(12, 1 << 40, "ab"),
+    RankSizes(12, 1 << 40, "ab", "cd"),
     AdapterOrder(4, "/srv/\udc80 adapters", "ab"),
     LoadedAdapter(4, "cannot be read"),
 ]

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,10 +103,12 @@ def test_the_least_number_of_blocks_is_that_of_all(group: Group) -> None:
         assert read_ints(bytearray(member.recv(1 << 16)[HEADER.size :]), 1) == [70]
 
 
-def test_a_rank_with_other_weights_is_refused(group: Group) -> None:
-    group.say(json_frame(FrameKind.SIZES, OWN), json_frame(FrameKind.SIZES, RankSizes(100, 10, "cd")))
+@pytest.mark.parametrize("own", [OWN, replace(OWN, weights_digest="ef")], ids=["sampled", "hashed"])
+def test_a_rank_with_other_weights_is_refused(group: Group, own: RankSizes) -> None:
+    other = replace(own, weights_digest="01") if own.weights_digest else RankSizes(100, 10, "cd")
+    group.say(json_frame(FrameKind.SIZES, OWN), json_frame(FrameKind.SIZES, other))
     with pytest.raises(ConfigError, match="model: the weights that rank 2 reads are not those of rank 0"):
-        group.leader.agree(OWN)
+        group.leader.agree(own)
 
 
 @pytest.mark.parametrize(("is_refused", "kind"), [(True, ConfigError), (False, EngineFatal)])

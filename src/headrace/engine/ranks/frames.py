@@ -102,12 +102,14 @@ class RankSizes:
     """
     num_blocks         of a full-attention group, pad block included, that fit this rank's memory
     weight_bytes       of this rank's part
-    checkpoint_digest  of the whole checkpoint
+    checkpoint_digest  of the whole checkpoint, whose tensors it samples
+    weights_digest     of every byte; empty where no pull and no earlier start has hashed the files on this rank's machine
     """
 
     num_blocks: int
     weight_bytes: int
     checkpoint_digest: str
+    weights_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

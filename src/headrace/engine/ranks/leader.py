@@ -103,7 +103,8 @@ class RankGroup:
         self._watch.start()
         sizes = {0: own, **{rank: read_json(RankSizes, said) for rank, said in self._wait_for(FrameKind.SIZES).items()}}
         for rank, its in sizes.items():
-            if its.checkpoint_digest != own.checkpoint_digest:
+            are_hashed = its.weights_digest and own.weights_digest
+            if its.checkpoint_digest != own.checkpoint_digest or (are_hashed and its.weights_digest != own.weights_digest):
                 raise ConfigError("model", f"the weights that rank {rank} reads are not those of rank 0", "Give all ranks the same folder.")
         num_blocks = min(its.num_blocks for its in sizes.values())
         self.send(int_frame(FrameKind.BLOCKS, num_blocks))

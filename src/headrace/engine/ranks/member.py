@@ -156,7 +156,8 @@ def make_member(
         budget = part.budget(config, loader)
         own = part.size(config, budget)
         link.allowed = {FrameKind.BLOCKS: INT_BYTES}
-        link.send(json_frame(FrameKind.SIZES, RankSizes(own.num_full_blocks, part.loaded.resident_bytes, part.loaded.checkpoint_digest)))
+        sizes = RankSizes(own.num_full_blocks, part.loaded.resident_bytes, part.loaded.checkpoint_digest, part.weights_digest)
+        link.send(json_frame(FrameKind.SIZES, sizes))
         sizing = part.size(config, budget, most=read_ints(link.receive()[1], 1)[0])
         for line in (*choices.lines(config), *sizing.lines):
             log.info("%s", line)

@@ -166,7 +166,8 @@ def _size(
     own = part.size(config, budget, draft_groups)
     if group is None:
         return own
-    num_blocks, sizes = group.agree(RankSizes(own.num_full_blocks, part.loaded.resident_bytes, part.loaded.checkpoint_digest))
+    here = RankSizes(own.num_full_blocks, part.loaded.resident_bytes, part.loaded.checkpoint_digest, part.weights_digest)
+    num_blocks, sizes = group.agree(here)
     agreed = part.size(config, budget, draft_groups, most=num_blocks)
     ranks = "; ".join(
         f"rank {rank}: {describe_bytes(its.weight_bytes)} of weights, {its.num_blocks:,} blocks fit" for rank, its in sizes.items()

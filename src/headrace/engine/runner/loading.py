@@ -210,6 +210,11 @@ class LoadedPart:
     kv_groups: tuple[KvGroup, ...]
     available: Available
 
+    @property
+    def weights_digest(self) -> str:
+        """Empty: it is not known."""
+        return "" if self.loaded.weights is None else self.loaded.weights.known
+
     def adapter_loader(self, config: EngineConfig) -> AdapterLoader | None:
         adapters = self.loaded.model.adapters
         return None if adapters is None else AdapterLoader(adapters, config.max_lora_rank)
