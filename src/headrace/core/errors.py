@@ -46,7 +46,8 @@
     |  `- DeadlineBeforeStart      nothing was computed -> 504
     |- ForkedProcess               `LLM`: in a fork of a process that has made an engine; a RuntimeError too
     |- EngineFatal                 device or state is lost: the process ends and is started anew
-    |  `- LeaseError               of KV blocks
+    |  |- LeaseError               of KV blocks
+    |  `- OtherProtocol            what listens at a rank's address is no rank
     |- StoreFailed                 a store cannot be reached, is full or broken
     |  |- EntryTooLarge            over a limit of the store
     |  `- TooMuchToWrite           entries come faster than the store writes them

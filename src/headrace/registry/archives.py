@@ -28,7 +28,7 @@ OPENERS: dict[str, Callable[..., object]] = {"tar": open, "gzip": gzip.open, "zs
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS_BYTES = 4 << 20
-"""Of all members together: names and attributes of 4 KiB each."""
+"""For all members together: names and attributes of 4 KiB each."""
 MAX_RATIO = 100
 FREE_BYTES = 64 << 20
 """An archive is read to MAX_RATIO times its own size, and these bytes more: text is packed to a tenth, weights hardly."""
