@@ -20,6 +20,7 @@ BOTH = signal.SIGTERM, signal.SIGINT
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
     kept = [signal.getsignal(number) for number in BOTH]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     yield
     for number, handler in zip(BOTH, kept, strict=True):
         signal.signal(number, handler)
