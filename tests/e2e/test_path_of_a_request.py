@@ -63,8 +63,8 @@ LEAST_REQUESTS, MOST_REQUESTS = 5, 25
 BACKGROUND = {"Session._watch", "EngineService._beat", "StreamWatch._run", "give_back_when_idle", "Server.serve_until"}
 """Tasks that run a few times a second whatever is asked; what they call is on no request's path."""
 
-LOAD = {"TokenUpstream.queue", "TokenUpstream.fingerprint"}
-"""Reading the load, and which model it is, before a model is chosen: read-only accesses, which the page leaves out."""
+LOAD = {"TokenUpstream.queue", "TokenUpstream.fingerprint", "TokenUpstream.hold"}
+"""Reading the load, which model it is, and whether a replica takes a request: read-only accesses, which the page leaves out."""
 
 
 class Watch:
