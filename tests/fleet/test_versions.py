@@ -120,6 +120,24 @@ async def test_a_canary_without_requests_passes_when_its_time_is_over_and_that_i
         assert MAX_WAIT_S <= asyncio.get_running_loop().time() - began <= MAX_WAIT_S + 5
 
 
+async def test_a_canary_does_not_pass_before_a_lost_replica_of_the_version_before_is_back() -> None:
+    """Streams that began there can go on nowhere else."""
+    script = Script()
+    async with versioned_site(script) as site:
+        await site.all_serving()
+        site.source.registry[STABLE] = Path("v2")
+        rollout = asyncio.create_task(site.do("rollout", model="tiny"))
+        await canary_serves(site)
+        script.not_ready["tiny-1"] = "it was lost"
+        await asyncio.sleep(1.0)
+        script.attempts = {name: answered(MIN_REQUESTS) for name in ("tiny-0", "tiny-1", "tiny-2")}
+        await asyncio.sleep(MAX_WAIT_S / 2)
+        assert folders(site) == {"tiny-0": "v1", "tiny-1": "v1", "tiny-2": "v2"}
+        del script.not_ready["tiny-1"]
+        assert (await rollout)[-1] == {"event": "done"}
+        assert folders(site) == {"tiny-2": "v2", "tiny-3": "v2"}
+
+
 async def test_what_was_counted_before_the_canary_is_not_compared() -> None:
     """Nor what a gateway counted that has begun anew."""
     script = Script(attempts={name: answered(1000, num_failed=900) for name in ("tiny-0", "tiny-1")})

@@ -17,8 +17,14 @@ class CanaryWatch:
         self._last: dict[str, ServedCounts] = {}
         self._canary = self._before = ServedCounts()
 
-    def look(self, counts: Mapping[str, ServedCounts], num_starts: int, why_not_ready: str, now: float) -> Judgement | None:
-        """counts: of it and the replicas before it; None: it has to be looked at again"""
+    def look(
+        self, counts: Mapping[str, ServedCounts], num_starts: int, why_not_ready: str, now: float, *, is_one_lost: bool
+    ) -> Judgement | None:
+        """Returns None where it has to be looked at again.
+
+        counts       of it and the replicas before it
+        is_one_lost  one before it has to come back: streams of its version may wait for that
+        """
         for name, seen in counts.items():
             grown = seen.since(self._last.get(name, seen))
             self._last[name] = seen
@@ -32,4 +38,6 @@ class CanaryWatch:
         judged = judge(self._canary, self._before, waited_s)
         if why_not_ready and not (judged is not None and judged.is_worse):
             return Judgement(True, f"it is not ready: {why_not_ready}") if waited_s >= MAX_WAIT_S else None
+        if is_one_lost and waited_s < MAX_WAIT_S and judged is not None and not judged.is_worse:
+            return None
         return judged

@@ -25,7 +25,7 @@ from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.placement import EngineSlices
 from headrace.fleet.replica_processes import ReplicaHost, ReplicaProcess, ReplicaProcesses
 from headrace.machine.resources import why_crowded
-from headrace.policy.canary import MAX_WAIT_S, MIN_REQUESTS, ServedCounts
+from headrace.policy.canary import MAX_WAIT_S, MIN_REQUESTS
 from headrace.policy.deployment import (
     Deployment,
     DeploymentAction,
@@ -275,7 +275,10 @@ class Reconciler:
             self._say(model, f"{canary.name} has another version of {model}: it serves beside the others for {limits}")
         reason = self.view.why_not_ready(model, canary.name) or "its process does not serve"
         why_not_ready = "" if canary.is_ready or reason == ASLEEP else reason
-        judged = watch.look(self._served_counts(model, canary), num_starts, why_not_ready, now)
+        before = [replica for replica in self.deployment.of(model) if replica.revision <= self.deployment.previous_revision(model)]
+        is_one_lost = any(replica.phase is ReplicaPhase.SERVING and not replica.is_ready for replica in before)
+        counts = {replica.name: self.view.served(model, replica.name) for replica in (canary, *before)}
+        judged = watch.look(counts, num_starts, why_not_ready, now, is_one_lost=is_one_lost)
         if judged is None:
             self._canaries[model] = watch
         elif judged.is_worse:
@@ -286,11 +289,6 @@ class Reconciler:
         else:
             self.deployment.passed(model)
             self._say(model, f"{model}: the rollout goes on after {canary.name}: {judged.reason}")
-
-    def _served_counts(self, model: str, canary: PlannedReplica) -> dict[str, ServedCounts]:
-        previous = self.deployment.previous_revision(model)
-        names = [replica.name for replica in self.deployment.of(model) if replica is canary or replica.revision <= previous]
-        return {name: self.view.served(model, name) for name in names}
 
     def _note_failure(self, replica: PlannedReplica, process: ReplicaProcess) -> None:
         if replica.phase is not ReplicaPhase.FAILED:
