@@ -165,6 +165,7 @@ async def test_sigterm_lets_the_streams_of_every_worker_finish_refuses_new_work_
 ) -> None:
     """The last of `workers`: its processes are gone afterwards."""
     pids = workers.pids()
+    await asked_until(workers, lambda: min(whole_page(workers).by_worker("headrace_requests_total", outcome="length")) > 0)
     running = [asyncio.create_task(try_stream(workers, seed)) for seed in range(NUM_STREAMS)]
     await workers.eventually(lambda: workers.load().num_running == NUM_STREAMS)
     with workers.stopped("e0"):
