@@ -194,7 +194,9 @@ def _popen(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_") or name == "HEADRACE_CACHE_DIR"}
     path = os.pathsep.join((str(SOURCE), str(ROOT)))
     with open(log_path, "ab") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**kept, "PYTHONPATH": path})
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**kept, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": path}
+        )
 
 
 def _until(made: Cluster, condition: Callable[[], bool], what: str, within_s: float = START_S) -> None:
