@@ -18,7 +18,7 @@ import triton
 from rank_kit import Ranks
 from runner_kit import save_tiny_llama
 
-from headrace.core.parallelism import Parallelism
+from headrace.core.parallelism import Parallelism, Place
 from headrace.engine.ranks.frames import HEADER, StepLimits, batch_on, read_step, step_frame
 from headrace.tensor.batch import ForwardBatch, GroupBatch, allocate_kv
 from headrace.tensor.device import CPU, CUDA
@@ -27,6 +27,7 @@ from headrace.tensor.kernels.gpu.backend import TritonKernels
 from headrace.tensor.kernels.gpu.linears import TritonPacking
 from headrace.tensor.kernels.gpu.tuning import read_tuning
 from headrace.tensor.models import LoadedModel, load_model
+from headrace.tensor.peers import NoPeers
 
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -51,6 +52,12 @@ def step() -> tuple[Tensor, ForwardBatch]:
     return torch.tensor([5, 6, 7, 8, 9, 40, 3]), batch
 
 
+def take_card(place: Place) -> None:
+    """Each stage has a card of its own where two are found. The current card is the thread's."""
+    if not IS_INTERPRETED:
+        torch.cuda.set_device(place.stage % torch.cuda.device_count())
+
+
 def test_stages_have_the_bits_of_the_whole_model(tmp_path: Path) -> None:
     device, tuning = CPU if IS_INTERPRETED else CUDA, read_tuning()
     backend = Backend(name="triton", kernels=TritonKernels(tuning), packing=TritonPacking(tuning))
@@ -64,15 +71,21 @@ def test_stages_have_the_bits_of_the_whole_model(tmp_path: Path) -> None:
         seed=0,
         max_model_len=None,
     )
+
+    def load_on_card(*, place: Place, peers: NoPeers) -> LoadedModel:
+        take_card(place)
+        return load(place=place, peers=peers)
+
     sent = bytearray(step_frame(*step())[HEADER.size :])
 
     def compute(loaded: LoadedModel) -> Tensor:
         """As a member does with what it is sent."""
         model, (ids, batch) = loaded.model, read_step(sent, LIMITS, {})
+        take_card(model.place)
         kv = allocate_kv(model.kv_shapes, model.group_of, (8,), 4, torch.float32, device)
         hidden = model.forward(ids.to(device.name), batch_on(device.name, batch), kv)
         return model.logits(hidden).cpu() if model.place.is_last else hidden.cpu()
 
-    last, first = Ranks(Parallelism(pp=2), load).run(compute)
+    last, first = Ranks(Parallelism(pp=2), load_on_card).run(compute)
     assert torch.equal(last, compute(load()))
     assert len(first) == 0

@@ -397,6 +397,7 @@ class ReplicaPool:
     def _queue(self, lowest: PriorityClass, num_joining: int) -> QueueState | None:
         """num_joining: requests that come before, at any replica"""
         size, glance, now, traits = self._mean_size(), self._glance_at_many(), self.clock(), self._traits
+        block_size = self._block_size
         shortest = () if glance is None else glance.shortest.get(lowest, ())
         replicas = [replica for replica in shortest if not replica.verdict(now)] or self.ready() or self.replicas
         joined = _joined(num_joining, len((glance and glance.ready) or replicas), size)
@@ -404,7 +405,7 @@ class ReplicaPool:
         for replica in replicas:
             _, load, sent, *_ = replica.candidate(lowest)
             if load is not None:
-                state = queue_state(load, sent.plus(joined), size, lowest=lowest, block_size=self._block_size)
+                state = queue_state(load, sent.plus(joined), size, lowest=lowest, block_size=block_size)
                 queues.append((state, load.max_num_seqs if traits.has_tenants else 0, replica))
         queues.sort(key=lambda queue: (queue[0].wait_s, queue[0].depth))
         if glance is not None and len(replicas) > NUM_SHORTEST:
