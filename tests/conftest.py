@@ -120,6 +120,15 @@ def restored_logging() -> Iterator[None]:
         root.handlers[:], root.level = handlers, level
 
 
+@pytest.fixture(autouse=True)
+def restored_signals() -> Iterator[None]:
+    """A supervisor that ends leaves them ignored, and what later tests start would inherit that."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 def limit_s(item: pytest.Item) -> float:
     marker = item.get_closest_marker("timeout")
     if marker is not None:

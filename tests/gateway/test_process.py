@@ -295,7 +295,7 @@ class ByHand:
         num_before = self.log.count(outcome)
         self.file.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
         self.process.send_signal(signal.SIGHUP)
-        until(lambda: self.log.count(outcome) > num_before)
+        until(lambda: self.log.count(outcome) > num_before, said=lambda: self.log)
 
     def client(self, key: str = KEY) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=PATIENCE_S, headers={"authorization": f"Bearer {key}"})
