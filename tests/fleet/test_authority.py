@@ -140,7 +140,7 @@ def test_a_folder_with_a_file_of_another_site_is_not_kept(tmp_path: Path, name: 
         init_site(one, [["gpu1"]])
 
 
-@pytest.mark.parametrize("name", ["gpu1:7001", "https://gpu1", "*.example.org", "", "a b", "-gpu", "../up"])
+@pytest.mark.parametrize("name", ["gpu1:7001", "https://gpu1", "*.example.org", "", "a b", "-gpu", "../up", "x" * 64])
 def test_a_host_that_is_no_name_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="neither a host's name nor an address"):
         init_site(tmp_path / "site", [[name]])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.core.errors import ConfigError
+from headrace.machine.hosts import HOST_NAME
 from headrace.wire.tls.files import CA_NAME, CERTIFICATE_NAME, KEY_NAME, TOKEN_NAME, TlsRole
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ CLOCK_SKEW = timedelta(hours=1)
 """How long before its creation a certificate is valid, for machines whose clocks are late."""
 
 TOKEN_BYTES = 32
-HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
 REMAKE = "Remove it to have a new one made, or leave it out."
 
 

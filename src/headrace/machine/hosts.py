@@ -6,7 +6,11 @@ Listeners accept loopback hosts without TLS. Clients of URLs that a configuratio
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterator
+
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+HOST_NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 

@@ -37,7 +37,7 @@ LISTENS_S = 2.0
 class GrpcTarget:
     """path: None for TCP; token: required for TCP; tls: None only for Unix sockets and loopback addresses
 
-    tls_name  that the engine's certificate is for; empty: the address's host
+    tls_name  that the other end's certificate is for; empty: the address's host
     """
 
     address: str

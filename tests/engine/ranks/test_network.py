@@ -93,6 +93,17 @@ def test_a_certificate_of_another_host_is_not_talked_to(tmp_path: Path, make: Ma
         dial(at(make(), port))
 
 
+def test_ranks_that_show_one_certificate_know_each_other_by_the_name_that_it_has(tmp_path: Path) -> None:
+    """Pods of a Service, whose addresses and host names no certificate has."""
+    shared = parse_target(f"{HOST}:0", TOKEN, write_certificates(tmp_path, SITE, TlsRole.RANK, "engines.llm.svc"))
+    with closing(RankPort(shared)) as port:
+        with closing(dial(replace(at(shared, port), tls_name="engines.llm.svc"))), closing(first(port)):
+            pass
+        for name in ("", "engines.other.svc"):
+            with pytest.raises(ConfigError, match=f"certificate is refused: .* mismatch, certificate is not valid for '{name or HOST}'"):
+                dial(replace(at(shared, port), tls_name=name))
+
+
 def test_a_wrong_token_is_refused_at_both_ends_and_nothing_else_is_read(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     with closing(RankPort(make())) as port:
         with pytest.raises(ConfigError, match=r"token: .* refuses this rank: its token is missing or wrong. Give all ranks the same"):

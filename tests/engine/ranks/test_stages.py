@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,9 @@ TP2_PP2 = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
 LAYOUTS = [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 3}, TP2_PP2]
 
 
-def addresses(folder: Path, world: int) -> list[GrpcTarget]:
-    files = write_certificates(folder / "tls", authority(), TlsRole.RANK, HOST)
-    return [parse_target(f"{HOST}:{free_port()}", TOKEN, files) for _ in range(world)]
+def addresses(folder: Path, world: int, tls_name: str = "") -> list[GrpcTarget]:
+    files = write_certificates(folder / "tls", authority(), TlsRole.RANK, tls_name or HOST)
+    return [replace(parse_target(f"{HOST}:{free_port()}", TOKEN, files), tls_name=tls_name) for _ in range(world)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["pp 2", "pp 3", "tp 2 pp 2"])
@@ -61,6 +62,15 @@ def test_recorded_steps_of_stages_on_several_machines_have_the_bits_of_one_rank(
     assert found == expected
     assert counters.exchanges > 2 * 10
     assert set(counters.stage_idle_microseconds) == {"0", "1"}
+
+
+def test_a_middle_stage_is_known_by_the_name_that_all_certificates_have(tmp_path: Path) -> None:
+    folder, asked = save_tiny_model("llama", tmp_path, num_hidden_layers=3), greedy_request("r", [1, 2, 3])
+    with RealEngine(folder, **SPACE) as engine:
+        expected = engine.run(asked).answer("r")
+    ranks = addresses(tmp_path, 3, "engines.llm.svc")
+    with RealEngine(folder, **SPACE, pipeline_parallel_size=3, rank_addresses=ranks) as engine:
+        assert engine.run(asked).answer("r") == expected
 
 
 def test_a_stage_that_is_lost_ends_the_replica(tmp_path: Path) -> None:

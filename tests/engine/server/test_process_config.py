@@ -70,6 +70,12 @@ def test_a_good_file_gives_both_configurations(tmp_path: Path) -> None:
             {**STAGES, "rendezvous": "10.0.0.1:80", "tls_dir": "/etc/x", "rank": 1},
             r"address: unix:/tmp/x.sock cannot be reached from another machine, and rank 1 takes what .* Write HOST:PORT of this machine",
         ),
+        ({**GOOD, "tls_name": "e.llm.svc"}, "tls_name: is given for ranks that do not meet over TLS. Leave it out."),
+        ({**STAGES, "rendezvous": "127.0.0.1:80", "token": "x" * 16, "tls_name": "e.llm.svc"}, "tls_name: is given for ranks that do not"),
+        *(
+            ({**STAGES, "rendezvous": "gpu1:80", "tls_dir": "/etc/x", "tls_name": name}, f"tls_name: '{name}' is no host's name")
+            for name in (".svc", "e:7100", "e." + "x" * 64)
+        ),
         ({**PAIR, "rendezvous": "unix:x"}, "rendezvous: 'unix:x' is not an absolute socket path"),
     ],
 )
@@ -87,14 +93,14 @@ def test_ranks_meet_beside_the_address_unless_another_place_is_given(tmp_path: P
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_of_several_machines_may_have_its_gateways_at_a_socket(tmp_path: Path, rank: int) -> None:
-    given = {**STAGES, "rendezvous": "gpu1:7100", "tls_dir": str(tmp_path), "rank": rank}
+    given = {**STAGES, "rendezvous": "gpu1:7100", "tls_dir": str(tmp_path), "tls_name": "e.llm.svc", "rank": rank}
     write_certificates(tmp_path, authority(), TlsRole.RANK, "gpu1")
     (tmp_path / "token").touch(mode=0o600)
     (tmp_path / "token").write_text("x" * 16)
     process, _ = load_process_config(write(tmp_path, given))
     target = process.ranks_target()
     assert isinstance(target, GrpcTarget)
-    assert (target.address, target.token, target.tls) == ("gpu1:7100", "x" * 16, files_in(tmp_path))
+    assert (target.address, target.token, target.tls, target.tls_name) == ("gpu1:7100", "x" * 16, files_in(tmp_path), "e.llm.svc")
     assert process.target().tls is None
 
 

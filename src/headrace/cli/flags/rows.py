@@ -298,6 +298,7 @@ ENGINE_PROCESS_FLAGS = (
         "Where the processes of a replica meet: unix:/PATH, or HOST:PORT of rank 0.",
         metavar="ADDRESS",
     ),
+    _flag(SECURITY, "--tls-name", "tls_name", "Name in the certificates of the other ranks. Default: each rank's host.", metavar="NAME"),
     _flag(OPERATION, "--name", "replica", "In the log and in answers to gateways. Default: the model folder's name.", common=True),
     _LOG_FORMAT,
     _DRAIN,

@@ -42,7 +42,7 @@ class TlsSocket:
     """Implements `Connection`: TLS over a socket. One thread may receive while others send, which OpenSSL alone does not allow."""
 
     def __init__(self, plain: socket.socket, context: ssl.SSLContext, host: str | None = None) -> None:
-        """host: that was dialled; None: this end was"""
+        """host: that the other end's certificate is for; None: this end was dialled"""
         self._plain = plain
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=host is None, server_hostname=host)
@@ -244,7 +244,7 @@ def _dial_once(target: GrpcTarget, context: ssl.SSLContext | None) -> RankLink:
         try:
             connection: Connection = plain
             if context is not None:
-                connection = tls = TlsSocket(plain, context, target.host)
+                connection = tls = TlsSocket(plain, context, target.tls_name or target.host)
                 tls.shake_hands()
             connection.sendall(_proof_of(target))
             link = RankLink(connection, {FrameKind.AUTHENTICATED: 0, FrameKind.FAILED: MAX_JSON_BYTES})

@@ -18,6 +18,7 @@ from headrace.core.parallelism import AUTO, Parallelism
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig, FindGpus
 from headrace.machine.gpus import VISIBLE, find_gpus
+from headrace.machine.hosts import HOST_NAME
 from headrace.wire.target import GrpcTarget, check_target, parse_target, target_of
 from headrace.wire.tls.files import TlsRole, load_certificates
 
@@ -46,6 +47,11 @@ class ProcessConfig:
         "Where the processes of a replica meet: `unix:/path` in a directory of mode 0700; or, for stages on several machines, `HOST:PORT` "
         "of rank 0, with token and `tls_dir` as for `address`.",
         shown="`address` and `.ranks`",
+    )
+    tls_name: str = option(
+        "",
+        "Name that the certificates of the other ranks are for, where all show one: of a Kubernetes Service, say.",
+        shown="each rank's host",
     )
     num_neighbours: int = option(0, "Other engines on this machine, or on its GPU: each takes an equal part of its memory.", low=0)
     site_key: str = option(
@@ -91,7 +97,8 @@ class ProcessConfig:
         if not self.meets_over_tcp:
             return self._ranks_path()
         with _named("rendezvous"):
-            return target_of(self.rendezvous, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
+            target = target_of(self.rendezvous, token=self.token, token_file=self.token_file, tls_dir=self.tls_dir)
+        return replace(target, tls_name=self.tls_name)
 
     def _ranks_path(self) -> Path:
         address = self.rendezvous or f"{self.address}.ranks"
@@ -142,6 +149,10 @@ def process_config_from(data: dict[str, object], find: FindGpus = find_gpus) -> 
 
 def _check_rank(process: ProcessConfig, engine: EngineConfig) -> None:
     world = engine.parallelism.world
+    if process.tls_name and not (process.meets_over_tcp and process.tls_dir):
+        raise ConfigError("tls_name", "is given for ranks that do not meet over TLS", "Leave it out.")
+    if process.tls_name and HOST_NAME.fullmatch(process.tls_name) is None:
+        raise ConfigError("tls_name", f"{process.tls_name!r} is no host's name", "Write one that the certificates of the ranks have.")
     if process.rank >= world:
         options = "tensor_parallel_size x pipeline_parallel_size"
         raise ConfigError("rank", f"{process.rank} is outside 0..{world - 1}", f"A replica has {options} = {world} of them.")
