@@ -24,7 +24,13 @@ from headrace.fleet.kubernetes.api import KubernetesApi
 from headrace.wire.tls.files import TlsRole
 
 HOST, NAMESPACE, TOKEN = "127.0.0.1", "llm", "token-of-a-service-account"
-GROUPS = {"endpointslices": "discovery.k8s.io", "deployments": "apps", "statefulsets": "apps", "leases": "coordination.k8s.io"}
+GROUPS = {
+    "endpointslices": "discovery.k8s.io",
+    "deployments": "apps",
+    "statefulsets": "apps",
+    "leaderworkersets": "leaderworkerset.x-k8s.io",
+    "leases": "coordination.k8s.io",
+}
 VERBS = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch"}
 
 Object = dict[str, Any]

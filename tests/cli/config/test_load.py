@@ -355,7 +355,7 @@ def scaled_pods(most: int, namespace: str = "") -> str:
             for key, value, what in (
                 ("namespace", "../x", "is not a name in Kubernetes"),
                 ("port_name", "'7001/x'", "is not a name in Kubernetes"),
-                ("workload", "pods/x", "is no workload"),
+                ("workload", "pods/x", "is no workload. Write deployments/NAME, statefulsets/NAME or leaderworkersets/NAME."),
                 ("workload", "statefulsets/../x", "is no workload"),
             )
         ),

@@ -236,5 +236,5 @@ async def test_of_gateway_pods_that_hold_requests_at_once_one_starts_a_pod(
             await asyncio.sleep(5)
             assert [await reason(site) for site in (second, third)] == 2 * ["another gateway pod scales it"]
             assert listed(holder) == []
-    assert sum("1 pod of statefulsets/engines instead of 0" in message for message in caplog.messages) == 1
+    assert sum("1 replica of statefulsets/engines instead of 0" in message for message in caplog.messages) == 1
     assert not any("cannot be counted" in message for message in caplog.messages)

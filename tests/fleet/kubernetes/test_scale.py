@@ -18,6 +18,7 @@ pytestmark = pytest.mark.loop
 async def kube(tmp_path: Path) -> AsyncIterator[KubeServer]:
     async with kube_server(tmp_path) as server:
         await server.put("statefulsets", "engines", {"spec": {"replicas": 2, "serviceName": "engines"}, "status": {"replicas": 2}})
+        await server.put("leaderworkersets", "engines", {"spec": {"replicas": 2}})
         yield server
 
 
@@ -36,14 +37,22 @@ async def test_a_number_that_is_right_is_not_written(kube: KubeServer) -> None:
     assert kube.calls("patch") == 0
 
 
-@pytest.mark.parametrize("verb", ["get", "patch"])
-async def test_a_rule_that_the_role_lacks_is_named(kube: KubeServer, verb: str) -> None:
-    kube.forbidden.add((verb, "statefulsets/scale"))
-    rule = f'apiGroups: ["apps"], resources: ["statefulsets/scale"], verbs: ["{verb}"]'
-    with pytest.raises(KubernetesFailed) as caught:
-        await scaler(kube).scale(3)
-    assert rule in str(caught.value)
+async def test_groups_of_pods_are_counted_in_groups(kube: KubeServer) -> None:
+    groups = scaler(kube, "leaderworkersets/engines")
+    assert await groups.scale(3) == 2
+    assert await groups.num_replicas() == kube.replicas("leaderworkersets", "engines") == 3
     assert kube.replicas("statefulsets", "engines") == 2
+
+
+@pytest.mark.parametrize("verb", ["get", "patch"])
+@pytest.mark.parametrize(("kind", "group"), [("statefulsets", "apps"), ("leaderworkersets", "leaderworkerset.x-k8s.io")])
+async def test_a_rule_that_the_role_lacks_is_named(kube: KubeServer, verb: str, kind: str, group: str) -> None:
+    kube.forbidden.add((verb, f"{kind}/scale"))
+    rule = f'apiGroups: ["{group}"], resources: ["{kind}/scale"], verbs: ["{verb}"]'
+    with pytest.raises(KubernetesFailed) as caught:
+        await scaler(kube, f"{kind}/engines").scale(3)
+    assert rule in str(caught.value)
+    assert kube.replicas(kind, "engines") == 2
 
 
 async def test_a_workload_that_is_not_there_is_named(kube: KubeServer) -> None:

@@ -18,7 +18,7 @@ from headrace.core.strict_decode import NeedsExactlyOne, plain
 from headrace.engine.config import EngineConfig, FindGpus
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig, FleetOptions, ModelSpec, ReplicaRange
 from headrace.fleet.kubernetes.endpoints import MAX_ENGINES
-from headrace.fleet.kubernetes.service import KubernetesService
+from headrace.fleet.kubernetes.service import ANY_WORKLOAD, KubernetesService
 from headrace.fleet.ray.options import RayOptions
 from headrace.fleet.weights import HUB_ID, resolve_adapter
 from headrace.gateway.config import GatewayConfig, config_from
@@ -329,7 +329,7 @@ def _checked_model(where: str, model: ModelSection, find: FindGpus) -> ModelSect
     _check_answers(where, model)
     check_options(model, where)
     if model.autoscale is not None and model.remote is not None and model.remote.kubernetes is not None and not model.has_workload:
-        remedy = "Name what has the pods: statefulsets/NAME or deployments/NAME."
+        remedy = f"Name what has the pods: {ANY_WORKLOAD}."
         raise ConfigError(f"{where}.remote.kubernetes.workload", "is missing beside autoscale", remedy)
     for name, default in (("replicas", 1), ("autoscale", None), ("standby", 0)):
         if model.engine is None and getattr(model, name) != default and not (name == "autoscale" and model.has_workload):

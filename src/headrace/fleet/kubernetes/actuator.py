@@ -82,7 +82,7 @@ class PodActuator:
             workload.written_at = now
             if found := await workload.scaler.num_replicas():
                 workload.written = -1
-                raise NotScaling(f"{counted(found, 'pod')} came for requests at another gateway pod: it begins with them")
+                raise NotScaling(f"{counted(found, 'replica')} came for requests at another gateway pod: it begins with them")
             return
         before = await workload.scaler.scale(num_replicas)
         workload.written, workload.written_at = num_replicas, now
@@ -92,7 +92,7 @@ class PodActuator:
         await self._note(model, service, before, num_replicas, reason)
 
     async def _note(self, model: str, service: KubernetesService, before: int, num_replicas: int, reason: str) -> None:
-        log.info("%s: %s of %s instead of %d: %s", model, counted(num_replicas, "pod"), service.workload, before, reason)
+        log.info("%s: %s of %s instead of %d: %s", model, counted(num_replicas, "replica"), service.workload, before, reason)
         await self._audit.record(ACTOR, "scale", {"model": model, "replicas": num_replicas, "reason": reason}, no_operator)
 
     def _held(self, model: str) -> tuple[KubernetesService, _Workload]:

@@ -1,19 +1,20 @@
-"""Sets how many pods a Deployment or StatefulSet has, by its scale subresource."""
+"""Sets how many pods a Deployment or StatefulSet has, or groups of pods a LeaderWorkerSet, by its scale subresource."""
 
 from __future__ import annotations
 
 from headrace.fleet.kubernetes.api import ApiResource, KubernetesApi, KubernetesFailed, KubernetesObject
+from headrace.fleet.kubernetes.service import WORKLOADS
 
 CONFLICT = 409
 
 
 class WorkloadScaler:
-    """workload: "statefulsets/NAME" or "deployments/NAME" """
+    """workload: "statefulsets/NAME", or another of `WORKLOADS`"""
 
     def __init__(self, api: KubernetesApi, namespace: str, workload: str) -> None:
         kind, _, self._name = workload.partition("/")
         self._api, self._namespace, self._workload = api, namespace, workload
-        self._resource = ApiResource("apps", f"{kind}/scale")
+        self._resource = ApiResource(WORKLOADS[kind], f"{kind}/scale")
 
     async def num_replicas(self) -> int:
         """That are wanted now. Raises KubernetesFailed."""

@@ -14,7 +14,10 @@ API_HOST, API_PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 """Variables that every pod has."""
 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-WORKLOAD = re.compile(r"(deployments|statefulsets)/[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+WORKLOADS = {"deployments": "apps", "statefulsets": "apps", "leaderworkersets": "leaderworkerset.x-k8s.io"}
+"""Kind of what has pods -> its API group."""
+ANY_WORKLOAD = "deployments/NAME, statefulsets/NAME or leaderworkersets/NAME"
+WORKLOAD = re.compile(rf"({'|'.join(WORKLOADS)})/[a-z0-9]([-a-z0-9.]{{0,251}}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +26,10 @@ class KubernetesService:
     namespace: str = option("", "Its namespace.", shown="that of the gateway's pod")
     port_name: str = option("engine", "Name of its port at which they listen.")
     workload: str = option(
-        "", "What has these pods, for `headrace scale`: `statefulsets/NAME` or `deployments/NAME`.", shown="only others change their number"
+        "",
+        "What has these pods, for `headrace scale`: `deployments/NAME`, `statefulsets/NAME`; or `leaderworkersets/NAME`, where each group "
+        "of pods is one engine.",
+        shown="only others change their number",
     )
 
     def check(self, where: str) -> None:
@@ -32,7 +38,7 @@ class KubernetesService:
             if LABEL.fullmatch(name) is None and (name or key != "namespace"):
                 raise ConfigError(f"{where}.{key}", f"{name!r} is not a name in Kubernetes", "Small letters, digits and -, at most 63.")
         if self.workload and WORKLOAD.fullmatch(self.workload) is None:
-            raise ConfigError(f"{where}.workload", f"{self.workload!r} is no workload", "Write statefulsets/NAME or deployments/NAME.")
+            raise ConfigError(f"{where}.workload", f"{self.workload!r} is no workload", f"Write {ANY_WORKLOAD}.")
 
 
 def check_in_pod(services: Iterable[KubernetesService | None]) -> None:
