@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import helm_python
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from helm_kit import CHART, EXAMPLES, NAMESPACE, RELEASE, Object, example, merged, pod_of, rendered
+from helm_kit import CHART, EXAMPLES, NAMESPACE, RELEASE, Object, example, merged, pod_of, rendered, started_with
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
@@ -24,6 +25,7 @@ from headrace.cli.config.faults import unread_variables
 from headrace.cli.config.load import load_settings
 from headrace.cli.main import app
 from headrace.core.load import EngineCounters, LoadSnapshot
+from headrace.core.parallelism import MOST
 from headrace.fleet.config import FleetConfig
 from headrace.fleet.kubernetes.lease import LEASES
 from headrace.fleet.kubernetes.service import KubernetesService
@@ -43,7 +45,9 @@ FOREIGN = {
     "ScaledObject": "keda.sh/v1alpha1",
     "ServiceMonitor": "monitoring.coreos.com/v1",
     "InferencePool": "inference.networking.k8s.io/v1",
+    "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
 }
+STAGED = "LeaderWorkerSet engines"
 
 
 @cache
@@ -62,8 +66,8 @@ def variables(pod: Object) -> dict[str, str]:
 @pytest.mark.parametrize("name", CASES)
 def test_kubernetes_takes_every_object(name: str, version: str) -> None:
     for kind, made in made_of(name).items():
-        if kind in FOREIGN:
-            assert made["apiVersion"] == FOREIGN[kind]
+        if (foreign := FOREIGN.get(kind.split()[0])) is not None:
+            assert made["apiVersion"] == foreign
         else:
             kubernetes_validate.validate(made, version, strict=True)
 
@@ -110,6 +114,25 @@ REFUSED: dict[str, tuple[Object, str]] = {
     "metrics without a reader": ({"config": {"gateway": {"open_metrics": "none"}}, "serviceMonitor": {"enabled": True}}, "open_metrics"),
     "engines without certificates": ({"engines": {"enabled": True}}, "engines.tls"),
     "ranks of which a pod would have the first alone": ({"engines": {**ENGINES, "args": ["-tp", "2"]}}, "engines.args: -tp"),
+    "ranks within the pods of stages": ({"engines": {**ENGINES, "stages": 2, "args": ["--tensor-parallel-size=2"]}}, "a pod has one"),
+    "stages of which no pod knows": (
+        {"engines": {**ENGINES, "args": ["--pipeline-parallel-size=2"]}},
+        "--pipeline-parallel-size=2 is set by engines.stages",
+    ),
+    "a rank for all pods": ({"engines": {**ENGINES, "stages": 2, "args": ["--rank=1"]}}, "engines.args: --rank=1 is set by the chart"),
+    "no stage": ({"engines": {"stages": 0}}, "stages"),
+    "more stages than a replica has": ({"engines": {"stages": MOST + 1}}, "stages"),
+    "groups that are scaled as pods": (
+        {"engines": {**ENGINES, "stages": 2}, "config": {"models": [scaled()]}},
+        "autoscale is allowed for leaderworkersets/demo-engines",
+    ),
+    "groups whose leaders are scaled by hand": (
+        {
+            "engines": {**ENGINES, "stages": 2},
+            "config": {"models": [far(kubernetes={"service": "demo-engines", "workload": "statefulsets/demo-engines"})]},
+        },
+        "is statefulsets/demo-engines, and the pods of demo-engines are those of leaderworkersets/demo-engines",
+    ),
     "another address of engines": ({"engines": {**ENGINES, "args": ["--listen=0.0.0.0:1"]}}, "engines.args: --listen=0.0.0.0:1 is set"),
     "engines that no model names": ({"engines": ENGINES}, "config.models: no model has remote.kubernetes.service demo-engines"),
     "a model that has its certificates elsewhere": ({"engines": ENGINES, "config": {"models": [far(tls_dir="/tls")]}}, "remote.tls_dir"),
@@ -271,7 +294,7 @@ def test_the_pod_has_no_rights_and_writes_to_its_volumes_alone(name: str) -> Non
     assert "initContainers" not in pod
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
     assert objects["ServiceAccount"]["automountServiceAccountToken"] is False
-    assert pod["automountServiceAccountToken"] is (name == "engines")
+    assert pod["automountServiceAccountToken"] is ("engines" in example(name))
     assert pod["enableServiceLinks"] is False
     assert pod["securityContext"] == {
         "runAsNonRoot": True,
@@ -474,6 +497,127 @@ def test_engines_are_reached_by_gateways_alone() -> None:
     assert way["ports"] == rule["ports"] == [{"protocol": "TCP", "port": "engine"}]
     assert [{"protocol": "TCP", "port": port} for port in (443, 6443)] in [each["ports"] for each in gateway["egress"]]
     assert gateway["egress"][-1] == engine["egress"][-1] == example("engines")["networkPolicy"]["egress"][0]
+
+
+# Engines of several pods
+
+
+def closed(required: str, **properties: object) -> Object:
+    return {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
+
+
+NUMBER = {"type": "integer", "minimum": 0}
+LEADER_WORKER_SET = closed(
+    "leaderWorkerTemplate",
+    replicas=NUMBER,
+    startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+    networkConfig=closed("subdomainPolicy", subdomainPolicy={"enum": ["Shared", "UniquePerReplica"]}),
+    rolloutStrategy=closed(
+        "type",
+        type={"const": "RollingUpdate"},
+        rollingUpdateConfiguration=closed("", partition=NUMBER, maxUnavailable=NUMBER, maxSurge=NUMBER),
+    ),
+    leaderWorkerTemplate=closed(
+        "workerTemplate",
+        size={"type": "integer", "minimum": 1},
+        restartPolicy={"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+        leaderTemplate={"type": "object"},
+        workerTemplate={"type": "object"},
+    ),
+)
+"""What the definition of the resource has of its spec, as far as the chart uses it."""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_leader_worker_set_is_taken_and_so_are_its_pods(version: str) -> None:
+    fixed = rendered({"engines": {**ENGINES, "stages": 2, "replicas": 3}, "config": {"models": [far()]}})
+    assert fixed[STAGED]["spec"]["replicas"] == 3
+    for objects in (made_of("stages"), fixed):
+        spec = objects[STAGED]["spec"]
+        jsonschema.validate(spec, LEADER_WORKER_SET)
+        for template in ("leaderTemplate", "workerTemplate"):
+            pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": spec["leaderWorkerTemplate"][template]}
+            kubernetes_validate.validate(pod, version, strict=True)
+    assert "replicas" not in made_of("stages")[STAGED]["spec"], "an upgrade does not undo what was scaled"
+    assert "StatefulSet engines" not in fixed
+
+
+def test_a_group_is_one_engine_of_the_service_by_its_leader() -> None:
+    objects, alone = made_of("stages"), made_of("engines")
+    spec, service = objects[STAGED]["spec"], objects["Service engines"]
+    labels = [spec["leaderWorkerTemplate"][template]["metadata"]["labels"] for template in ("leaderTemplate", "workerTemplate")]
+    assert labels[0] == labels[1]
+    leader = {**labels[0], "leaderworkerset.sigs.k8s.io/worker-index": "0"}
+    assert service["spec"]["selector"].items() <= leader.items()
+    assert service["spec"]["selector"].items() - labels[0].items() == {("leaderworkerset.sigs.k8s.io/worker-index", "0")}
+    assert spec["networkConfig"]["subdomainPolicy"] == "UniquePerReplica", "the controller's Service for all groups would have our name"
+    for kind in ("PodDisruptionBudget engines", "NetworkPolicy engines"):
+        found = objects[kind]["spec"]
+        assert found.get("selector", found.get("podSelector"))["matchLabels"].items() <= labels[1].items(), "workers too"
+    assert objects["PodDisruptionBudget engines"] == alone["PodDisruptionBudget engines"]
+    scale = objects["Role"]["rules"][1]
+    assert scale == {
+        "apiGroups": ["leaderworkerset.x-k8s.io"],
+        "resources": ["leaderworkersets/scale"],
+        "resourceNames": [objects[STAGED]["metadata"]["name"]],
+        "verbs": ["get", "patch"],
+    }
+    assert objects["Role"]["rules"][2:] == alone["Role"]["rules"][2:]
+
+
+def test_ranks_of_a_group_reach_one_another_and_gateways_only_their_own_port() -> None:
+    engine = made_of("stages")["NetworkPolicy engines"]["spec"]
+    alone = made_of("engines")["NetworkPolicy engines"]["spec"]
+    own, ports = [{"podSelector": engine["podSelector"]}], [{"protocol": "TCP", "port": port} for port in ("ranks", "engine")]
+    assert engine["ingress"] == [alone["ingress"][0], {"from": own, "ports": ports}]
+    assert engine["egress"] == [alone["egress"][0], {"to": own, "ports": ports}]
+    for template in ("leaderTemplate", "workerTemplate"):
+        [container] = pod_of(made_of("stages"), STAGED, template)["containers"]
+        assert {port["name"] for port in container["ports"]} == {"engine", "ranks"}
+
+
+def test_pods_of_a_group_are_as_closed_as_those_of_one_rank_and_the_leader_alone_is_asked() -> None:
+    values = example("stages")
+    [model] = values["config"]["models"]
+    model["remote"]["kubernetes"]["workload"] = "statefulsets/demo-engines"
+    alone = pod_of(rendered({**values, "engines": {**values["engines"], "stages": 1}}), "StatefulSet engines")
+    assert alone["automountServiceAccountToken"] is False
+    for template, of_leaders in (("leaderTemplate", set()), ("workerTemplate", {"startupProbe", "readinessProbe", "lifecycle"})):
+        pod = pod_of(made_of("stages"), STAGED, template)
+        assert without(pod, {"containers"}) == without(alone, {"containers"})
+        [container], [expected] = pod["containers"], alone["containers"]
+        own = {"args", "env", "ports"}
+        assert without(container, own) == without(expected, own | of_leaders)
+
+
+def without(found: Object, keys: set[str]) -> Object:
+    return {key: value for key, value in found.items() if key not in keys}
+
+
+@pytest.mark.parametrize(("template", "rank", "stands"), [("leaderTemplate", "0", True), ("workerTemplate", "2", False)])
+def test_a_rank_is_started_with_flags_that_it_has(template: str, rank: str, stands: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    leader = f"{RELEASE}-engines-0.{RELEASE}-engines-0.{NAMESPACE}"
+    given: list[Object] = []
+    monkeypatch.setattr("headrace.cli.servers.engine._from_flags", lambda *_, **__: given.append(_[0]))
+    monkeypatch.setattr("headrace.engine.main.run_engine", lambda *_: None)
+    pod = {"POD_NAME": f"{RELEASE}-engines-0-{rank}", "POD_IP": "10.1.0.7", "LWS_LEADER_ADDRESS": leader, "LWS_WORKER_INDEX": rank}
+    result = CliRunner().invoke(app, started_with(pod_of(made_of("stages"), STAGED, template), pod))
+    assert result.exit_code == 0, result.output
+    assert given == [
+        {
+            "engine.model": "/models/large",
+            "engine.device": "cuda",
+            "engine.max_num_seqs": 128,
+            "engine.pipeline_parallel_size": 3,
+            "rank": int(rank),
+            "address": "0.0.0.0:7001" if stands else "10.1.0.7:7001",
+            "rendezvous": "10.1.0.7:7100" if stands else f"{leader}:7100",
+            "tls_dir": "/run/secrets/headrace-engines",
+            "tls_name": f"{RELEASE}-engines.{NAMESPACE}.svc",
+            "replica": pod["POD_NAME"],
+            "drain_timeout_s": 30.0,
+        }
+    ]
 
 
 # Volumes, upgrades and the page

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clickhouse_kit import free_port
+from helm_kit import NAMESPACE, RELEASE, pod_of, rendered, started_with
 from server_kit import PATIENCE_S, SOURCE, START_S, STOP_S
 from wire_kit import socket_dir, until
 
@@ -131,3 +133,30 @@ async def test_two_engines_and_a_gateway_are_set_up_by_hand_and_answer_over_tls(
     assert ask(port)[0] == 200, "the other engine answers"
     assert (gateway.stop(), engines[0].stop()) == (0, 0)
     assert len(list(folder.glob("headrace-wire-*"))) == 1, "what the killed engine left, which the next one there removes"
+
+
+async def test_the_pods_of_a_charts_group_answer_as_one_engine(folder: Path, start: Start) -> None:
+    """With the variables that a LeaderWorkerSet's controller sets; the gateway dials the leader by address, as in no cluster."""
+    service, leader, ports = f"{RELEASE}-engines", "127.0.0.2", {":7001": f":{free_port()}", ":7100": f":{free_port()}"}
+    init(folder / "site", rank=[f"{service}.{NAMESPACE}.svc,{leader}"])
+    model = {"remote": {"model": "headrace-tiny", "kubernetes": {"service": service}, "tls_dir": "/run/secrets/headrace-engines"}}
+    args = ["--device=cpu", "--kernels=reference", "--num-threads=1", "--num-kv-blocks=64"]
+    engines = {"enabled": True, "stages": 2, "args": args, "tls": {"gateway": "g", "engine": "e"}}
+    objects = rendered({"engines": engines, "config": {"models": [model]}})
+    ranks = []
+    for rank, template in enumerate(("leaderTemplate", "workerTemplate")):
+        name = f"{service}-0" + f"-{rank}" * rank
+        variables = {"POD_NAME": name, "POD_IP": f"127.0.0.{2 + rank}", "LWS_LEADER_ADDRESS": leader, "LWS_WORKER_INDEX": str(rank)}
+        words = started_with(pod_of(objects, "LeaderWorkerSet engines", template), variables)
+        for given, here in {**ports, "/run/secrets/headrace-engines": f"{folder}/site/rank-{service}.{NAMESPACE}.svc"}.items():
+            words = [word.replace(given, here) for word in words]
+        ranks.append(start(HEADRACE, *words))
+    await ranks[0].said(f"{service}-0 serves")
+    replica = f"{service}-0={leader}{ports[':7001']}"
+    gateway = start(HEADRACE, "gateway", "--replica", replica, "--tls-dir", f"{folder}/site/gateway", "--port", "0")
+    await gateway.said("is connected", "listening on ")
+    await until(lambda: set(ready(port_of(gateway)).values()) == {""}, PATIENCE_S)
+    status, answer = ask(port_of(gateway))
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, CLOSED)
+    assert (gateway.stop(), ranks[0].stop()) == (0, 0)
+    assert ranks[1].process.wait(STOP_S) == 0, "its leader has drained"

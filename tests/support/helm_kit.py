@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,9 +33,17 @@ def rendered(values: Mapping[str, Any]) -> dict[str, Object]:
     return by_kind
 
 
-def pod_of(objects: Mapping[str, Object], kind: str = "Deployment") -> Object:
-    pod: Object = objects[kind]["spec"]["template"]["spec"]
+def pod_of(objects: Mapping[str, Object], kind: str = "Deployment", template: str = "template") -> Object:
+    """template: of a LeaderWorkerSet leaderTemplate or workerTemplate"""
+    spec: Object = objects[kind]["spec"]
+    pod: Object = spec.get("leaderWorkerTemplate", spec)[template]["spec"]
     return pod
+
+
+def started_with(pod: Object, variables: Mapping[str, str]) -> list[str]:
+    """Arguments of its container, whose variables the kubelet has filled in."""
+    arguments: list[str] = pod["containers"][0]["args"]
+    return [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], argument) for argument in arguments]
 
 
 def merged(values: Mapping[str, Any]) -> Object:

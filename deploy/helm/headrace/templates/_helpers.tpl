@@ -35,10 +35,95 @@ labels:
   {{- include "headrace.chartLabels" . | nindent 2 }}
 {{- end }}
 
-{{/* Not empty where a model names the StatefulSet as the workload that Headrace may scale. */}}
+{{/* Not empty where a model is divided over several pods. */}}
+{{- define "headrace.hasStages" -}}
+{{- if gt (int .Values.engines.stages) 1 }}yes{{ end }}
+{{- end }}
+
+{{/* What has the engines' pods. */}}
+{{- define "headrace.engines.workload" -}}
+{{ if include "headrace.hasStages" . }}leaderworkersets{{ else }}statefulsets{{ end }}/{{ .Release.Name }}-engines
+{{- end }}
+
+{{/*
+An engine's pod.
+serves: gateways reach it, as they do rank 0 of several
+rendezvous: where rank 0 of several listens for the others; not given: there is one rank
+*/}}
+{{- define "headrace.engines.template" -}}
+{{- $root := .root }}
+{{- with $root.Values.engines -}}
+metadata:
+  labels:
+    {{- include "headrace.engines.selector" $root | nindent 4 }}
+    {{- include "headrace.chartLabels" $root | nindent 4 }}
+spec:
+  automountServiceAccountToken: false
+  {{- include "headrace.pod" $root | nindent 2 }}
+  containers:
+    - name: engine
+      image: {{ include "headrace.image" $root }}
+      args:
+        - engine
+        - {{ .model | quote }}
+        - --listen={{ ternary "0.0.0.0" "$(POD_IP)" $.serves }}:7001
+        - --tls-dir=/run/secrets/headrace-engines
+        - --name=$(POD_NAME)
+        - --drain-timeout={{ $root.Values.config.drain_timeout_s }}
+        {{- if $.rendezvous }}
+        - --pipeline-parallel-size={{ .stages | int64 }}
+        - --rank=$(LWS_WORKER_INDEX)
+        - --rendezvous={{ $.rendezvous }}:7100
+        - --tls-name={{ $root.Release.Name }}-engines.{{ $root.Release.Namespace }}.svc
+        {{- end }}
+        {{- range .args }}
+        - {{ . | quote }}
+        {{- end }}
+      env:
+        - name: POD_NAME
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        {{- if $.rendezvous }}
+        - name: POD_IP
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        {{- end }}
+        {{- include "headrace.cacheVariables" $root | nindent 8 }}
+      {{- with .env }}
+      envFrom:
+        - secretRef: {name: {{ . }}}
+      {{- end }}
+      ports:
+        - {name: engine, containerPort: 7001}
+        {{- if $.rendezvous }}
+        - {name: ranks, containerPort: 7100}
+        {{- end }}
+      {{- if $.serves }}
+      # The port is open once the engine serves. A process whose engine dies ends by itself.
+      startupProbe:
+        tcpSocket: {port: engine}
+        periodSeconds: 5
+        failureThreshold: {{ div (add (include "headrace.startSeconds" $root | int64) 4) 5 }}
+      readinessProbe:
+        tcpSocket: {port: engine}
+        periodSeconds: 5
+        timeoutSeconds: 3
+        failureThreshold: 2
+      {{- include "headrace.preStop" $root | nindent 6 }}
+      {{- end }}
+      {{- include "headrace.container" $root | nindent 6 }}
+      resources:
+        {{- toYaml .resources | nindent 8 }}
+      volumeMounts:
+        {{- include "headrace.mounts" $root | nindent 8 }}
+  volumes:
+    {{- include "headrace.volumes" (dict "root" $root "tls" .tls.engine) | nindent 4 }}
+  {{- include "headrace.placement" . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Not empty where a model names them as the workload that Headrace may scale. */}}
 {{- define "headrace.scalesEngines" -}}
 {{- range .Values.config.models }}
-{{- if eq ((((.remote).kubernetes).workload) | default "") (printf "statefulsets/%s-engines" $.Release.Name) }}yes{{ end }}
+{{- if eq ((((.remote).kubernetes).workload) | default "") (include "headrace.engines.workload" $) }}yes{{ end }}
 {{- end }}
 {{- end }}
 
@@ -74,10 +159,13 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{- define "headrace.container" -}}
+{{- define "headrace.preStop" -}}
 lifecycle:
   preStop:
     sleep: {seconds: 5}       # until no endpoint leads here: from SIGTERM on, new requests are refused
+{{- end }}
+
+{{- define "headrace.container" -}}
 securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
@@ -197,10 +285,13 @@ scaleDown:
 {{- fail "autoscaling.kind: hpa and keda count the sequences of each pod's own engines, and gateway pods share those of engines.enabled." }}
 {{- end }}
 {{- range $v.engines.args }}
-{{- if regexMatch "^(-tp|-pp|--(tensor|pipeline)-parallel-size|--rank|--rendezvous)" . }}
-{{- printf "engines.args: %s is for a replica of several ranks, and a pod has one. Leave engines.enabled out: one pod has all of them." . | fail }}
+{{- if regexMatch "^(-tp|--tensor-parallel-size)" . }}
+{{- printf "engines.args: %s is for several ranks in a pod, and a pod has one. Set engines.stages, or leave engines.enabled out: one pod has all ranks." . | fail }}
 {{- end }}
-{{- if regexMatch "^--(listen|tls-dir|token-file|name|drain-timeout)" . }}
+{{- if regexMatch "^(-pp|--pipeline-parallel-size)" . }}
+{{- printf "engines.args: %s is set by engines.stages. Leave it out." . | fail }}
+{{- end }}
+{{- if regexMatch "^--(listen|tls-dir|tls-name|token-file|name|drain-timeout|rank|rendezvous)" . }}
 {{- printf "engines.args: %s is set by the chart. Leave it out." . | fail }}
 {{- end }}
 {{- end }}
@@ -218,11 +309,11 @@ scaleDown:
 {{- printf "config.models: no model has remote.kubernetes.service %s, the Service of engines." $service | fail }}
 {{- end }}
 {{- end }}
+{{- $own := include "headrace.engines.workload" . }}
 {{- $scaled := "" }}
 {{- range $i, $model := $v.config.models }}
 {{- with ($model.remote).kubernetes }}
 {{- if $model.autoscale }}
-{{- $own := printf "statefulsets/%s-engines" $.Release.Name }}
 {{- if not (and $v.engines.enabled (eq (.workload | default "") $own)) }}
 {{- printf "config.models[%d].remote.kubernetes.workload: autoscale is allowed for %s of engines.enabled alone, by this chart's Role. Write that, or leave autoscale out." $i $own | fail }}
 {{- end }}
@@ -233,6 +324,9 @@ scaleDown:
 {{- printf "config.models[%d].autoscale: %s is scaled by the load of %s already. Leave it out of one of them." $i $own $scaled | fail }}
 {{- end }}
 {{- $scaled = printf "config.models[%d]" $i }}
+{{- end }}
+{{- if and $v.engines.enabled (eq .service (printf "%s-engines" $.Release.Name)) (not (has (.workload | default "") (list "" $own))) }}
+{{- printf "config.models[%d].remote.kubernetes.workload: is %s, and the pods of %s are those of %s. Write that, or leave it out." $i .workload .service $own | fail }}
 {{- end }}
 {{- end }}
 {{- end }}
