@@ -36,6 +36,8 @@ CLOCK_SKEW = timedelta(hours=1)
 """How long before its creation a certificate is valid, for machines whose clocks are late."""
 
 TOKEN_BYTES = 32
+NEW_SUFFIX = ".new"
+
 REMAKE = "Remove it to have a new one made, or leave it out."
 
 
@@ -72,6 +74,25 @@ def init_site(
     for role, names in (*((TlsRole.ENGINE, names) for names in hosts), *((TlsRole.RANK, names) for names in ranks)):
         made.append(_site_folder(folder / f"{role}-{names[0].replace(':', '-')}", role, tuple(names), authority, token, now))
     return made
+
+
+def other_folders(folder: Path, made: Sequence[SiteFolder]) -> list[SiteFolder]:
+    """Of the engines and ranks of earlier runs, those that still have a certificate."""
+    from cryptography import x509
+
+    others: list[SiteFolder] = []
+    for role in (TlsRole.ENGINE, TlsRole.RANK):
+        for path in sorted(folder.glob(f"{role}-*")):
+            file = path / CERTIFICATE_NAME
+            if path.suffix == NEW_SUFFIX or not file.is_file() or path in [each.path for each in made]:
+                continue
+            try:
+                certificate = x509.load_pem_x509_certificate(file.read_bytes())
+                names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            except (OSError, ValueError, x509.ExtensionNotFound) as error:
+                raise ConfigError(str(file), "cannot be read as a certificate", REMAKE) from error
+            others.append(SiteFolder(path, role, tuple(str(name.value) for name in names), certificate.not_valid_after_utc, is_new=False))
+    return others
 
 
 def make_authority(now: datetime) -> SiteAuthority:
@@ -275,7 +296,7 @@ def _check_rest(path: Path, certificate: x509.Certificate, authority: SiteAuthor
 
 def write_folder(path: Path, content: Mapping[str, bytes]) -> None:
     """Complete or not at all; all users may read certificates, only this user the rest. Raises ConfigError."""
-    new = path.with_name(f"{path.name}.new")
+    new = path.with_name(f"{path.name}{NEW_SUFFIX}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed

@@ -116,7 +116,7 @@ def _wanted_families(num_wanted: Mapping[str, int]) -> Iterator[Metric]:
 
 
 def _ready_families(readings: Iterable[ReplicaReading]) -> Iterator[Metric]:
-    ready = GaugeMetricFamily("headrace_replica_ready", "1 while the replica answers and its loop turns.", labels=LABELS)
+    ready = GaugeMetricFamily("headrace_replica_ready", "1 while the replica answers and its loop turns, or it sleeps.", labels=LABELS)
     for reading in readings:
         ready.add_metric((reading.model, reading.replica), float(reading.is_ready))
     yield ready

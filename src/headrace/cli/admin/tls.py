@@ -41,32 +41,43 @@ def init(
 
     What is there is kept; a host is added, and a folder that was removed made anew, by the same command later.
     """
-    from headrace.fleet.authority import init_site
+    from headrace.fleet.authority import init_site, other_folders
 
     hosts, ranks = ([[name.strip() for name in each.split(",")] for each in given or ()] for given in (host, rank))
-    print("\n".join(_shown(folder, init_site(folder, hosts, ranks))))
+    made = init_site(folder, hosts, ranks)
+    print("\n".join(_shown(folder, made, other_folders(folder, made))))
 
 
-def _shown(folder: Path, made: list[SiteFolder]) -> list[str]:
+def _shown(folder: Path, made: list[SiteFolder], others: list[SiteFolder]) -> list[str]:
+    from headrace.wire.tls.files import TlsRole
+
     lines = [f"{folder}: the authority of this site. Keep {folder}/authority.key on this machine."]
     for each in made:
         lines += ["", *_shown_folder(each)]
-    if len(made) == 1:
+    if others:
+        lines.append("")
+    for each in others:
+        flag = "--rank" if each.role is TlsRole.RANK else "--host"
+        lines += _shown_state(each, f"run this command with {flag} {','.join(each.names)}")
+    if len(made) == 1 and not others:
         lines += ["", f"For each machine with engines: headrace tls init {folder} --host NAME"]
+    return lines
+
+
+def _shown_state(found: SiteFolder, remake: str) -> list[str]:
+    days = (found.valid_until - datetime.now(UTC)).days
+    state = "made" if found.is_new else "kept as it is"
+    lines = [f"{found.path}: {state}, valid until {found.valid_until:%Y-%m-%d}."]
+    if days < DAYS_OF_WARNING:
+        lines.append(f"  It expires in {days} days. Remove the folder, {remake}, and copy it again; nothing has to be restarted.")
     return lines
 
 
 def _shown_folder(made: SiteFolder) -> list[str]:
     from headrace.wire.tls.files import TlsRole
 
-    days = (made.valid_until - datetime.now(UTC)).days
-    state = "made" if made.is_new else "kept as it is"
     target = TARGET.format(role=made.role)
-    lines = [f"{made.path}: {state}, valid until {made.valid_until:%Y-%m-%d}."]
-    if days < DAYS_OF_WARNING:
-        lines.append(
-            f"  It expires in {days} days. Remove the folder, run this command again, and copy it again; nothing has to be restarted."
-        )
+    lines = _shown_state(made, "run this command again")
     host = "GATEWAY_HOST" if made.role is TlsRole.GATEWAY else _host(made.names[0])
     lines.append(f"  ssh {host.strip('[]')} mkdir -p -m 700 {target}; scp {made.path}/* {host}:{target}/")
     if made.role is TlsRole.ENGINE:

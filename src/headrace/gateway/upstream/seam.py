@@ -375,10 +375,13 @@ class ReplicaHealth:
     block_size: int = 0
 
     @property
+    def is_asleep(self) -> bool:
+        return self.is_connected and self.load is not None and self.load.is_asleep
+
+    @property
     def is_missing(self) -> bool:
         """One that is asleep is not: it wakes for a request."""
-        is_asleep = self.is_connected and self.load is not None and self.load.is_asleep
-        return bool(self.reason) and not self.is_foreign and not is_asleep
+        return bool(self.reason) and not self.is_foreign and not self.is_asleep
 
 
 class Hold(NamedTuple):

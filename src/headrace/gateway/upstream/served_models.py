@@ -82,7 +82,8 @@ class ServedModel:
 
     def readings(self) -> Iterator[ReplicaReading]:
         for replica in (*self.upstream.replicas(), *self.upstream.retired_replicas()):
-            yield ReplicaReading(self.name, replica.name, not replica.reason, replica.load, replica.block_size)
+            is_ready = not replica.reason or replica.is_asleep
+            yield ReplicaReading(self.name, replica.name, is_ready, replica.load, replica.block_size)
 
 
 class NamedModels(NamedTuple):

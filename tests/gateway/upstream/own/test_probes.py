@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gateway_kit import MODEL, TestBench, open_bench, snapshot, some_replicas, two_replicas
+from gateway_kit import MODEL, TestBench, metric, open_bench, snapshot, some_replicas, two_replicas
 from local_workers import LocalWorkers
 
 import headrace
@@ -71,6 +71,7 @@ async def test_a_replica_that_is_asleep_is_not_missing_and_gets_no_request(text:
         response = await bench.client.get("/ready?strict")
         assert response.status_code == 200
         assert [state["reason"] for state in response.json()["replicas"]] == ["asleep", "asleep"]
+        assert metric(bench.gateway, "headrace_replica_ready", model=MODEL, replica="r0") == 1, "an alert waits for 0 at every replica"
         bench.replicas["r1"].snapshot = None
         assert (await bench.chat()).status_code == 200
         assert not bench.replicas["r0"].requests
