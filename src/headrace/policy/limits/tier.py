@@ -34,10 +34,10 @@ class Tier:
         above=0.0,
         high=MAX_WEIGHT,
     )
-    requests_per_minute: int | None = option(None, "Requests that a tenant may start in any 60 seconds.", low=1)
-    input_tokens_per_minute: int | None = option(None, "Prompt tokens in any 60 seconds.", low=1)
-    output_tokens_per_minute: int | None = option(None, "Generated tokens in any 60 seconds.", low=1)
-    user_requests_per_minute: int | None = option(None, "Requests of each user of a tenant in any 60 seconds.", low=1)
+    requests_per_minute: int | None = option(None, "Requests that a tenant may start in a sliding minute ([limits.md](limits.md#counters-and-reservations)).", low=1)
+    input_tokens_per_minute: int | None = option(None, "Prompt tokens in a sliding minute.", low=1)
+    output_tokens_per_minute: int | None = option(None, "Generated tokens in a sliding minute.", low=1)
+    user_requests_per_minute: int | None = option(None, "Requests of each user of a tenant in a sliding minute.", low=1)
     max_concurrent_requests: int | None = option(None, "Requests of a tenant at once.", low=1)
     max_context_tokens: int | None = option(None, "Prompt and output of one request together.", low=1)
     kv_share: float | None = option(
