@@ -77,7 +77,7 @@ def init_site(
 
 
 def other_folders(folder: Path, made: Sequence[SiteFolder]) -> list[SiteFolder]:
-    """Of the engines and ranks of earlier runs, those that still have a certificate."""
+    """The folders of engines and ranks that earlier runs made, as long as they have a certificate."""
     from cryptography import x509
 
     others: list[SiteFolder] = []

@@ -32,7 +32,9 @@ ANSWER_S = 60.0
 
 
 def usage(
-    by: Annotated[list[str] | None, Flag("--by", help="tenant, user, key, model, adapter or day; commas between several. Default tenant.")] = None,
+    by: Annotated[
+        list[str] | None, Flag("--by", help="tenant, user, key, model, adapter or day; commas between several. Default tenant.")
+    ] = None,
     since: Annotated[str | None, Flag("--since", help="From this time on: 2026-11-30, 2026-11-30T12:00:00Z, or 90m, 24h, 7d ago.")] = None,
     until: Annotated[str | None, Flag("--until", help="Before this time.")] = None,
     tenant: Annotated[str | None, Flag("--tenant", help="Of this tenant alone.")] = None,
