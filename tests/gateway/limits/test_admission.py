@@ -203,7 +203,7 @@ async def test_the_most_that_a_request_may_use_is_reserved(opened: Opened) -> No
         await eventually(lambda: bool(bench.replica.requests))
         refused = await ask(bench, max_tokens=21)
         assert refused.status_code == 429
-        assert "100 in any 60 s; 80 is used or reserved, and this request needs 21." in error_of(refused)["message"]
+        assert "100 in a sliding minute; 80 is used or reserved, and this request needs 21." in error_of(refused)["message"]
         assert refused.headers["x-ratelimit-remaining-tokens"] == "20"
         bench.replica.go.set()
         assert (await running).status_code == 200

@@ -186,7 +186,7 @@ DEPLOYMENT_RETRY_MS = 60_000
 
 _OF_DEPLOYMENT = "The {} has no room for this request now. Try again later, or with a smaller max_tokens."
 
-_WINDOWS = {Window.OPEN: "at once", Window.MINUTE: "in any 60 s", Window.DAY: "in a UTC day", Window.MONTH: "in a UTC month"}
+_WINDOWS = {Window.OPEN: "at once", Window.MINUTE: "in a sliding minute", Window.DAY: "in a UTC day", Window.MONTH: "in a UTC month"}
 
 
 class LimitState(NamedTuple):
