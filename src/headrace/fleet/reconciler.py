@@ -138,8 +138,8 @@ class Reconciler:
     def _memory_note(self, model: str) -> Iterator[ModelProgress]:
         """For successors that size their KV cache by the memory that their predecessors leave free."""
         rollout = self.deployment.targets[model].rollout
-        [engine] = [each.engine for each in self.config.models if each.name == model]
-        is_fixed = any(engine.get(name) is not None for name in ("num_kv_blocks", "kv_cache_bytes"))
+        [options] = [self.config.engine_options(each) for each in self.config.models if each.name == model]
+        is_fixed = any(options.get(name) is not None for name in ("num_kv_blocks", "kv_cache_bytes", "memory_bytes"))
         if rollout is None or not rollout.max_surge or is_fixed:
             return
         reason = "a successor sizes its KV cache by the memory that is free beside its predecessor"
