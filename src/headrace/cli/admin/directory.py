@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="YAML file of the server: its tiers, and its Redis where gateway.store.url names one.")
-]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of the server: its tiers, its state folder and its stores.")]
 StateFolder = Annotated[
     str | None,
     typer.Option("--state", metavar="DIR", help="The server's state folder. Default: HEADRACE_STATE, else ~/.local/state/headrace."),
