@@ -191,10 +191,9 @@ HELD_BYTES = NUM_WAITING * submitted_bytes(short("w-00"))
         ({"max_waiting": NUM_WAITING}, build.MAX_WAITING_BYTES, 0.0, "same", "late"),
         ({}, HELD_BYTES, 0.0, "same", "late"),
         ({}, HELD_BYTES, 0.05, "same", "late"),
-        ({"max_waiting_per_tenant": NUM_WAITING}, build.MAX_WAITING_BYTES, 0.0, "same", "late"),
         ({"max_waiting": NUM_WAITING}, build.MAX_WAITING_BYTES, 0.05, "other", "w-63"),
     ],
-    ids=["count", "bytes handed in during a step", "bytes", "a tenant's part", "for another tenant"],
+    ids=["count", "bytes handed in during a step", "bytes", "for another tenant"],
 )
 def test_whoever_a_full_queue_refuses_reads_how_long_the_queue_takes(
     bounds: dict[str, int], most_bytes: int, pause_s: float, newcomer: str, refused: str, monkeypatch: pytest.MonkeyPatch

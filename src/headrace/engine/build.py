@@ -131,7 +131,6 @@ def make_scheduler(config: EngineConfig, info: ModelInfo, *, block_key: str = ""
             max_model_len=info.max_model_len,
             max_waiting=config.max_waiting,
             max_waiting_bytes=MAX_WAITING_BYTES,
-            max_waiting_per_tenant=config.max_waiting_per_tenant,
             eos_token_ids=info.eos_token_ids,
             queue_policy=config.queue_policy,
             enable_chunked_prefill=config.enable_chunked_prefill,

@@ -106,9 +106,6 @@ class EngineConfig:
         high=10**6,
         role=Role.OPERATOR,
     )
-    max_waiting_per_tenant: int | None = option(
-        None, "The same of one tenant, so that a busy tenant is refused before it fills the queue.", flags=(), low=1, role=Role.TENANTS
-    )
     block_size: int = option(
         16, "Tokens per KV block: small blocks share more of equal prompts, large ones cost less bookkeeping.", low=1, high=2**20
     )
@@ -239,12 +236,6 @@ class EngineConfig:
         if self.quantization in INSTEAD:
             raise ConfigError("quantization", f"{self.quantization!r} is not supported", INSTEAD[self.quantization])
         check_options(self)
-        if self.max_waiting_per_tenant is not None and self.max_waiting_per_tenant > self.max_waiting:
-            raise ConfigError(
-                "max_waiting_per_tenant",
-                f"{self.max_waiting_per_tenant} is more than max_waiting ({self.max_waiting}), so that it would never act",
-                "Lower it, or leave it out: one tenant may then fill the queue.",
-            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 "max_num_batched_tokens",

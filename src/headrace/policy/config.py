@@ -23,7 +23,6 @@ class SchedulerConfig:
     max_model_len: int
     max_waiting: int = 1024
     max_waiting_bytes: int = 256 << 20
-    max_waiting_per_tenant: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     queue_policy: str = "priority"
     enable_chunked_prefill: bool = True

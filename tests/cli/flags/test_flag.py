@@ -22,7 +22,7 @@ from headrace.engine.config import EngineConfig
 
 pytestmark = pytest.mark.pure
 
-WITHOUT_A_FLAG = {"memory_bytes", "model", "lora_modules", "max_waiting", "max_waiting_per_tenant"}
+WITHOUT_A_FLAG = {"memory_bytes", "model", "lora_modules", "max_waiting"}
 
 DRAFTING = {"method": "ngram", "num_speculative_tokens": 3}
 

@@ -208,10 +208,9 @@ FULL_QUEUE = {"max_waiting": 2, "max_num_seqs": 1}
         (FULL_QUEUE, request("late", [9], tenant="t"), Overloaded),
         ({"max_waiting": 4}, request("late", [9], n=5), RequestTooLarge),
         ({"num_blocks": 5}, request("late", [9], max_tokens=60), RequestTooLarge),
-        ({"max_waiting_per_tenant": 2, "max_num_seqs": 1}, request("late", [9], tenant="t"), Overloaded),
         ({}, request("a", [9]), HeadraceError),
     ],
-    ids=["a full queue", "more sequences than may wait", "more than fits the cache", "a tenant's part", "an id in use"],
+    ids=["a full queue", "more sequences than may wait", "more than fits the cache", "an id in use"],
 )
 def test_nothing_is_prepared_for_a_request_that_is_refused(config: dict[str, Any], refused: EngineRequest, error: type[Exception]) -> None:
     driven = DrivenEngine(**config)

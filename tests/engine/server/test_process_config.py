@@ -53,10 +53,6 @@ def test_a_good_file_gives_both_configurations(tmp_path: Path) -> None:
         ({**GOOD, "engine": {"model": "/m", "dtype": "int3"}}, "dtype"),
         ({**GOOD, "engine": {}}, "engine.model: is missing"),
         ({**GOOD, "site_key": "ab" * 16, "block_key": "cd" * 16}, "block_key: is given beside site_key"),
-        (
-            {**GOOD, "engine": {"model": "/m", "max_waiting": 8, "max_waiting_per_tenant": 9}},
-            r"max_waiting_per_tenant: 9 is more than max_waiting \(8\)",
-        ),
         ({**GOOD, "rank": 1}, r"rank: 1 is outside 0..0. A replica has .* = 1 of them"),
         ({**PAIR, "rank": 2}, r"rank: 2 is outside 0..1. A replica has .* = 2 of them"),
         ({**GOOD, "rendezvous": "unix:/tmp/x"}, "rendezvous: is given for a replica of one process. Leave it out."),

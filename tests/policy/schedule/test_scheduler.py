@@ -20,7 +20,6 @@ from headrace.core.update import FinishReason
 from headrace.policy.queues import fair
 from headrace.policy.queues.keyed import FcfsQueue
 from headrace.policy.queues.queue import StepShares
-from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.step_builder import MAX_PROMPT_LOGPROB_TOKENS
 
 pytestmark = pytest.mark.pure
@@ -680,21 +679,6 @@ def test_preempting_anybody_at_any_moment_changes_no_token(depth: int, groups: s
     assert_plain(driven.run())
 
 
-def test_one_tenant_fills_its_part_of_the_waiting_queue_and_no_more() -> None:
-    driven = DrivenEngine(max_num_seqs=1, max_waiting=8, max_waiting_per_tenant=3)
-    driven.submit(*(request(f"a{i}", [1, i], tenant="a") for i in range(6)), request("b", [2], tenant="b"))
-    driven.submit(request("many", [3], n=4, tenant="c"))
-    driven.turn()
-    assert sorted(driven.errors) == ["a3", "a4", "a5", "many"], "nothing runs before the first plan: three of a wait"
-    refusal = driven.errors["a4"]
-    assert isinstance(refusal, Overloaded)
-    assert "3 of max_waiting_per_tenant 3" in str(refusal)
-    assert isinstance(driven.errors["many"], RequestTooLarge)
-    driven.submit(request("a6", [1, 6], tenant="a"))
-    driven.run()
-    assert driven.finish["a6", 0] is FinishReason.LENGTH, "one of a runs, so another may wait"
-
-
 def test_a_queue_policy_decides_the_shares_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares are the policy's answer: less for prefills, and a prompt is long sooner."""
 
@@ -710,21 +694,3 @@ def test_a_queue_policy_decides_the_shares_of_a_step(monkeypatch: pytest.MonkeyP
     assert chunks(StepShares()) == [[16], [16], [8]]
     assert chunks(StepShares(prefill=0.5)) == [[8], [6], [6]], "half a step, and the prompt is long for such steps"
     assert chunks(StepShares(long_prompt_steps=1))[1] == [12], "the sequences queued behind it have their quarter first"
-
-
-def test_a_tenants_part_is_known_without_looking_at_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were preempted wait again; those that end do not; nothing is searched when a request comes."""
-    driven = DrivenEngine(max_num_seqs=2, max_waiting=8, max_waiting_per_tenant=3)
-    driven.submit(*(request(f"a{i}", [1, i], tenant="a", max_tokens=20) for i in range(3)))
-    driven.turn(2)
-    driven.scheduler.sequences.preempt(driven.scheduler.sequences.slots.running[0], driven.clock.now)
-    driven.scheduler.check()
-    with monkeypatch.context() as patched:
-        patched.setattr(SequenceTable, "alive", lambda self: pytest.fail("every sequence was looked at"))
-        driven.scheduler.sequences.check_room(request("a3", [1, 3], tenant="a"))
-        driven.scheduler.sequences.add(request("a3", [1, 3], tenant="a"), driven.clock.now)
-        with pytest.raises(Overloaded, match="3 of max_waiting_per_tenant 3"):
-            driven.scheduler.sequences.check_room(request("a4", [1, 4], tenant="a"))
-        driven.scheduler.sequences.cancel(RequestId("a3"), driven.clock.now)
-        driven.scheduler.sequences.check_room(request("a5", [1, 5], tenant="a"))
-    driven.run()

@@ -55,6 +55,7 @@ INSTEAD = {
     "usage.clickhouse.user": "Write it into url, as https://USER@HOST:8443.",
     "usage.clickhouse.ca_file": "Add the authority to the system's, or name all of them by SSL_CERT_FILE.",
     "gateway.metrics_tenants": "Give whoever reads the series of all tenants a key with role: reader.",
+    "models[N].engine.max_waiting_per_tenant": "A full queue is shared by the tenants: bound one by max_concurrent_requests of its tier.",
     "gateway.idempotency": "Answers to requests with an Idempotency-Key are kept for 24 hours.",
 }
 """Paths that are refused -> what to do instead. The first are keys of the packages' configs that are computed, or have one good value."""

@@ -77,7 +77,6 @@ class SequenceTable:
         num_bytes = submitted_bytes(request)
         self.waiting.refuse_too_large(request, num_bytes)
         self._arrivals.refuse_what_never_fits(request)
-        self.waiting.refuse_beyond_part(request)
         leaving = displaced(request, num_bytes, self.waiting, self._families.values(), self.config, self.queue.traits)
         if not leaving:
             self.waiting.refuse_while_full(request, num_bytes)

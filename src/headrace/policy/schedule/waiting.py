@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -47,24 +46,14 @@ class WaitingWork:
     def __init__(self, config: SchedulerConfig, traits: QueueTraits) -> None:
         self._config = config
         self._traits = traits
-        self._tenants: Counter[str] = Counter()
         self.parts: dict[QueuePartKey, QueuePart] = {}
         self.num_sequences, self.num_tokens, self.num_bytes = ([0] * len(PriorityClass) for _ in range(3))
 
     def refuse_too_large(self, request: EngineRequest, num_bytes: int) -> None:
-        config, n = self._config, request.params.n
-        if n > config.max_waiting:
-            raise RequestTooLarge("n", f"n <= max_waiting ({config.max_waiting})", n, "Send several requests.")
-        per_tenant = config.max_waiting_per_tenant
-        if per_tenant is not None and n > per_tenant:
-            raise RequestTooLarge("n", f"n <= max_waiting_per_tenant ({per_tenant})", n, "Send several requests.")
-        check_bytes(0, num_bytes, config.max_waiting_bytes)
-
-    def refuse_beyond_part(self, request: EngineRequest) -> None:
-        of_tenant, per_tenant = self._tenants[request.tenant], self._config.max_waiting_per_tenant
-        if per_tenant is not None and of_tenant + request.params.n > per_tenant:
-            part = f"{of_tenant} of max_waiting_per_tenant {per_tenant}"
-            raise QueueFull(f"this tenant's part of the waiting queue is full ({part})")
+        n, most = request.params.n, self._config.max_waiting
+        if n > most:
+            raise RequestTooLarge("n", f"n <= max_waiting ({most})", n, "Send several requests.")
+        check_bytes(0, num_bytes, self._config.max_waiting_bytes)
 
     def refuse_while_full(self, request: EngineRequest, num_bytes: int) -> None:
         (num_sequences, bytes_waiting), most = self.counted_with(request), self._config.max_waiting
@@ -83,7 +72,6 @@ class WaitingWork:
         self.num_sequences[priority] += 1
         self.num_tokens[priority] += seq.num_queued
         self.num_bytes[priority] += seq.num_waiting_bytes
-        self._tenants[seq.request.tenant] += 1
         part = self.parts.setdefault(QueuePartKey.of(seq.request), QueuePart())
         part.num_sequences += 1
         part.num_bytes += seq.num_waiting_bytes
@@ -96,9 +84,6 @@ class WaitingWork:
         self.num_sequences[priority] -= 1
         self.num_tokens[priority] -= seq.num_queued
         self.num_bytes[priority] -= seq.num_waiting_bytes
-        self._tenants[seq.request.tenant] -= 1
-        if not self._tenants[seq.request.tenant]:
-            del self._tenants[seq.request.tenant]
         part = self.parts[key := QueuePartKey.of(seq.request)]
         part.num_sequences -= 1
         part.num_bytes -= seq.num_waiting_bytes
@@ -113,7 +98,6 @@ class WaitingWork:
             assert self.num_sequences[priority] == len(same), "waiting sequences are miscounted"
             assert self.num_tokens[priority] == sum(seq.num_queued for seq in same), "waiting tokens are miscounted"
             assert self.num_bytes[priority] == sum(seq.num_waiting_bytes for seq in same), "bytes of waiting sequences are miscounted"
-        assert self._tenants == Counter(seq.request.tenant for seq in among), "a tenant's waiting sequences are miscounted"
         parts: dict[QueuePartKey, QueuePart] = {}
         for seq in among:
             part = parts.setdefault(QueuePartKey.of(seq.request), QueuePart())
