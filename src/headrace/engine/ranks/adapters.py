@@ -11,14 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections import deque
-from collections.abc import Callable, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from headrace.core.adapters import MAX_UNANSWERED
 from headrace.core.errors import CheckpointError, EngineFatal
@@ -26,6 +24,9 @@ from headrace.core.regular_files import FileThread
 from headrace.engine.ranks.frames import NO_ADAPTER, AdapterOrder, FrameKind, LoadedAdapter, json_frame
 from headrace.engine.ranks.link import RankLink
 from headrace.tensor.batch import ForwardBatch, PackedAdapter
+
+if TYPE_CHECKING:
+    from headrace.engine.ranks.leader import RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -50,22 +51,6 @@ class LoadsParts(Protocol):
     def zeros(self) -> PackedAdapter: ...
 
 
-class AsksRanks(Protocol):
-    """The other ranks (`leader.RankGroup`)."""
-
-    answers: dict[int, dict[int, str]]
-    unused: deque[int]
-
-    @property
-    def members(self) -> Set[int]: ...
-
-    def send(self, data: bytes) -> None: ...
-
-    def drop_unused(self) -> None: ...
-
-    def wait_until(self, is_said: Callable[[], bool]) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DividedAdapter:
     """An adapter that every rank has a part of, until this object is gone. own: rank 0's"""
@@ -81,7 +66,7 @@ class DividedAdapter:
 class DividingLoader:
     """Rank 0's `LoadsAdapters`. Only rank 0 inspects: the digest says to the others whether they read the same."""
 
-    def __init__(self, own: LoadsParts, group: AsksRanks) -> None:
+    def __init__(self, own: LoadsParts, group: RankGroup) -> None:
         self.max_bytes, self.inspect = own.max_bytes, own.inspect
         self._own, self._group, self._numbers = own, group, count(ZEROS + 1)
 

@@ -30,14 +30,12 @@ Configs = tuple[ProcessConfig, EngineConfig]
 ReadSources = Callable[[], Sequence[AdapterSource]]
 
 
-class SleepingEngine(Protocol):
+class AdaptedEngine(Protocol):
+    info: ModelInfo
+
     def change_sleep(self, level: SleepLevel | None) -> Future[None]:
         """level: None: it is to be awake. The result raises HeadraceError."""
         ...
-
-
-class AdaptedEngine(SleepingEngine, Protocol):
-    info: ModelInfo
 
     def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
         """Reads their folders; all or none hold (`core.adapters`). Raises ConfigError or CheckpointError."""

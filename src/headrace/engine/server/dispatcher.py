@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
 from headrace.core.ids import RequestId
-from headrace.core.load import LoadSnapshot
-from headrace.core.model_info import ModelInfo, may_resume
+from headrace.core.model_info import may_resume
 from headrace.core.request import EngineRequest
-from headrace.core.update import FinishReason, Rejected, SequenceUpdate
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.engine.loop import Engine
 from headrace.engine.server.gateway_stream import GatewayStream
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import check_known_fields, decode_cancel, decode_finish, decode_submit
@@ -112,27 +111,10 @@ def call_unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[Value], 
             raise
 
 
-class ServedEngine(Protocol):
-    """Every method may be called from any thread and returns at once."""
-
-    info: ModelInfo
-
-    @property
-    def clock(self) -> Clock: ...
-
-    def submit(self, request: EngineRequest) -> None: ...
-
-    def cancel(self, request_id: RequestId) -> None: ...
-
-    def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None: ...
-
-    def snapshot(self) -> LoadSnapshot: ...
-
-
 class RequestDispatcher:
     """Lives on the asyncio loop. draining: why no new request is taken"""
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.draining: str | None = None
         self._engine = engine
         self._routes: Routes[GatewayStream] = Routes()

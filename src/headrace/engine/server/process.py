@@ -20,9 +20,10 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from headrace.core.errors import CheckpointError, ConfigError, counted
-from headrace.engine.server.adapter_reload import AdaptedEngine, ReadSources, answering_reloads, facts_of
+from headrace.engine.loop import Engine, Outbox
+from headrace.engine.server.adapter_reload import ReadSources, answering_reloads, facts_of
 from headrace.engine.server.config import ProcessConfig
-from headrace.engine.server.dispatcher import AsyncioOutbox, ServedEngine, Updates, call_unless_closed
+from headrace.engine.server.dispatcher import AsyncioOutbox, call_unless_closed
 from headrace.engine.server.listener import CannotListen, check_can_listen
 from headrace.engine.server.service import EngineService
 from headrace.machine.signals import StopSignals, first_of
@@ -48,13 +49,7 @@ class Runnable(Protocol):
     def run(self) -> None: ...
 
 
-class RunnableEngine(ServedEngine, AdaptedEngine, Runnable, Protocol):
-    def stop(self) -> None: ...
-
-    def recent_plans(self) -> bytes: ...
-
-
-MakeEngine = Callable[[Callable[[Updates], None]], RunnableEngine]
+MakeEngine = Callable[[Outbox], Engine]
 """May take minutes; may raise ConfigError or CheckpointError."""
 
 
@@ -153,7 +148,7 @@ def keep_objects() -> None:
     gc.freeze()
 
 
-def dump_plans(engine: RunnableEngine) -> str:
+def dump_plans(engine: Engine) -> str:
     """Only this user can read the file: plans hold prompts."""
     handle, path = tempfile.mkstemp(prefix="headrace-plans-", suffix=".hrplan")
     with os.fdopen(handle, "wb") as file:
@@ -205,7 +200,7 @@ async def _run_member(make_member: Callable[[], Runnable], leash: Leash) -> Engi
 
 
 async def _until_end(
-    service: EngineService, thread: LoopThread[RunnableEngine], stop: StopSignals, config: ProcessConfig, leash: Leash
+    service: EngineService, thread: LoopThread[Engine], stop: StopSignals, config: ProcessConfig, leash: Leash
 ) -> EngineExitCode:
     await first_of(thread.ended, stop.soft, stop.hard, service.heartbeat)
     if (error := _death(service, thread)) is not None:
@@ -224,7 +219,7 @@ async def _until_end(
     return EngineExitCode.DRAINED
 
 
-def _death(service: EngineService, thread: LoopThread[RunnableEngine]) -> BaseException | str | None:
+def _death(service: EngineService, thread: LoopThread[Engine]) -> BaseException | str | None:
     if thread.ended.done():
         return thread.ended.result() or "its loop ended"
     if not service.heartbeat.done():

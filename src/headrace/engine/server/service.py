@@ -20,7 +20,8 @@ from google.protobuf.message import DecodeError
 
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.core.model_info import WEIGHTS
-from headrace.engine.server.dispatcher import AsyncioOutbox, RequestDispatcher, ServedEngine, Updates
+from headrace.engine.loop import Engine
+from headrace.engine.server.dispatcher import AsyncioOutbox, RequestDispatcher, Updates
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
 from headrace.engine.server.listener import CannotListen, TcpListener
 from headrace.engine.server.unsent import MAX_UNITS
@@ -57,7 +58,7 @@ Asked = TypeVar("Asked", pb.DrainRequest, pb.SnapshotRequest)
 class EngineService:
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: Engine,
         bridge: AsyncioOutbox,
         target: GrpcTarget,
         *,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
@@ -18,6 +18,9 @@ from headrace.policy.limits.counters import Amounts, Unit
 from headrace.policy.limits.price import FREE, Price, RequestCeiling
 from headrace.policy.limits.tier import DeploymentBudget
 
+if TYPE_CHECKING:
+    from headrace.gateway.limits.limiter import Limiter
+
 FIRST_TAIL_TOKENS = 256
 """Output tokens per sequence that are charged if the gateway dies before it has saved any: more than a second's."""
 
@@ -29,12 +32,6 @@ class _LimitsTaken(NamedTuple):
     rules: Sequence[LimitRule]
     claims: Sequence[Claim]
     result: TakeResult
-
-
-class ReservationKeeper(Protocol):
-    def opened(self, reservation: LimitReservation) -> None: ...
-    def closed(self, reservation: LimitReservation) -> None: ...
-    async def take(self, reservation: LimitReservation, claims: Sequence[Claim]) -> TakeResult: ...
 
 
 class LimitReservation:
@@ -68,7 +65,7 @@ class LimitReservation:
 
     def __init__(
         self,
-        limiter: ReservationKeeper,
+        limiter: Limiter,
         request_id: RequestId,
         principal: Principal,
         *,
