@@ -14,9 +14,8 @@ from string import hexdigits
 
 from headrace.text.output.format_types import ARGUMENTS_MARKER, CALL_ID_MARKER
 from headrace.text.output.literals import IN_STRING, JsonSpan, json_of_literal
-from headrace.text.output.reading import CallLog, Reading, first_non_space
+from headrace.text.output.reading import NO_ARGUMENTS, CallLog, Reading, first_non_space
 
-NO_ARGUMENTS = "{}"
 _NULLS = {"n": "null", "N": "None"}
 ARGUMENTS_OPENINGS = frozenset({"{", '"', *_NULLS})
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from enum import Enum
 
-from headrace.text.output.call_arguments import ARGUMENTS_OPENINGS, NO_ARGUMENTS, ArgumentsSpan, CallArguments
+from headrace.text.output.call_arguments import ARGUMENTS_OPENINGS, ArgumentsSpan, CallArguments
 from headrace.text.output.format_types import ToolFormat
 from headrace.text.output.literals import JsonSpan, json_of_literal
-from headrace.text.output.reading import CallLog, Reading, TagChoice, first_non_space
+from headrace.text.output.reading import NO_ARGUMENTS, CallLog, Reading, TagChoice, first_non_space
 
 MAX_KEY_CHARS = 256
 """Text with a longer name or key is no call."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from enum import Enum
 
@@ -41,7 +40,6 @@ class PythonCalls:
         self._arguments: list[str] = []
         self._value: list[str] = []
         self._literal = LiteralSpan()
-        self._is_begun = False
         self.reading = Reading.GOES_ON
 
     def feed(self, text: str, at: int) -> int:
@@ -89,7 +87,7 @@ class PythonCalls:
     def _end_word(self) -> None:
         word, self._word = self._word, ""
         if self._state is _State.NAME:
-            self._name, self._state, self._is_begun = self._log.meant(word), _State.PARENTHESIS, False
+            self._name, self._state = self._log.meant(word), _State.PARENTHESIS
             self._arguments.clear()
             if self._is_bare and self._name not in self._log.names:
                 self.reading = Reading.FAILED
@@ -119,11 +117,7 @@ class PythonCalls:
 
     def _end_call(self) -> bool:
         self._state = _State.AFTER_CALL
-        if self._is_begun:
-            self._log.add("}", is_last=True)
-            self._log.forget_held()
-            return True
-        return self._log.begin(self._name, "{}", is_whole=True)
+        return self._log.end(self._name)
 
     def _read_value(self, text: str, at: int, end: int) -> int:
         after = self._literal.feed(text, at, end)
@@ -137,12 +131,4 @@ class PythonCalls:
         value = json_of_literal("".join(self._value))
         self._value.clear()
         self._state = _State.AFTER_VALUE
-        if value is None:
-            return False
-        item = f"{json.dumps(self._arguments[-1], ensure_ascii=False)}: {value}"
-        if self._is_begun:
-            self._log.add(", " + item)
-            self._log.forget_held()
-            return True
-        self._is_begun = self._log.begin(self._name, "{" + item)
-        return self._is_begun
+        return value is not None and self._log.add_argument(self._name, self._arguments[-1], value)

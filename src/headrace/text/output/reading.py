@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence, Set
 from enum import Enum
@@ -51,6 +52,7 @@ NAMESPACE = "functions."
 """OpenAI's own models write this before a function's name."""
 
 MAX_HELD_CHARS = 64 << 10
+NO_ARGUMENTS = "{}"
 
 
 class Reading(Enum):
@@ -102,6 +104,23 @@ class CallLog:
         if arguments:
             self.pieces.append(CallPiece(self.num_calls - 1, None, arguments))
         self.is_open = not is_last
+
+    def add_argument(self, name: str, key: str, value: str) -> bool:
+        """The first one of a call begins it. value: JSON, or the beginning of it. False as of `begin`"""
+        item = f"{json.dumps(key, ensure_ascii=False)}: {value}"
+        if not self.is_open:
+            return self.begin(name, "{" + item)
+        self.add(", " + item)
+        self.forget_held()
+        return True
+
+    def end(self, name: str) -> bool:
+        """After the last `add_argument` of a call, or without any. False as of `begin`"""
+        if not self.is_open:
+            return self.begin(name, NO_ARGUMENTS, is_whole=True)
+        self.add("}", is_last=True)
+        self.forget_held()
+        return True
 
     def take_pieces(self) -> list[CallPiece]:
         pieces, self.pieces = self.pieces, []

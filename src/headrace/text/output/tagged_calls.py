@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 
-from headrace.text.output.call_arguments import ARGUMENTS_OPENINGS, NO_ARGUMENTS, ArgumentsSpan, CallArguments
+from headrace.text.output.call_arguments import ARGUMENTS_OPENINGS, ArgumentsSpan, CallArguments
 from headrace.text.output.format_types import ToolFormat
 from headrace.text.output.reading import CallLog, Reading, TagChoice, TextUntil, first_non_space, num_held
 from headrace.text.output.value_types import TEXT, TYPES, FunctionTypes, written_value
@@ -39,7 +39,7 @@ class TaggedCalls:
         self._tags = row.tags.stripped()
         self._function_types = function_types
         self._types: Mapping[str, frozenset[str]] = {}
-        self._is_begun = False
+        self._has_arguments = False
         self._word = self._name = self._key = ""
         self._tail = ""
         self._is_padded = False
@@ -66,7 +66,7 @@ class TaggedCalls:
         tags = self._tags
         match state:
             case _State.CALL_START:
-                self._is_begun = False
+                self._has_arguments = False
                 self._choice = TagChoice(tags.call_start)
                 state = state if tags.call_start else _State.NAME
             case _State.NAME_END:
@@ -114,13 +114,15 @@ class TaggedCalls:
             case _State.BODY if tag == self._tags.key_start:
                 self._enter(_State.KEY)
             case _State.BODY:
-                self._end_call()
+                self._end_call(is_written=self._log.end(self._name))
                 if not self._tags.call_end:
                     self._end_section()
             case _State.VALUE_START:
                 self._begin_value()
             case _State.CALL_END:
-                self._end_json_call()
+                if self._has_arguments:
+                    self._log.forget_held()
+                self._end_call(is_written=self._has_arguments or self._log.end(self._name))
             case _State.AFTER_CALL if tag == self._row.end:
                 self._end_section()
             case _State.AFTER_CALL:
@@ -148,19 +150,11 @@ class TaggedCalls:
             self._enter(_State.NAME_END)
         return after
 
-    def _begin_call(self, arguments: str, *, is_whole: bool = False) -> None:
-        self._is_begun = self._log.begin(self._name, arguments, is_whole=is_whole)
-        if not self._is_begun:
-            self.reading = Reading.FAILED
-
-    def _end_call(self) -> None:
-        if self._is_begun:
-            self._log.add("}", is_last=True)
-            self._log.forget_held()
-        else:
-            self._begin_call(NO_ARGUMENTS, is_whole=True)
-        if self.reading is Reading.GOES_ON:
+    def _end_call(self, *, is_written: bool) -> None:
+        if is_written:
             self._enter(_State.AFTER_CALL)
+        else:
+            self.reading = Reading.FAILED
 
     # -- JSON behind a header ------------------------------------------------------------------------------------------------------
 
@@ -177,16 +171,9 @@ class TaggedCalls:
         at = arguments.feed(text, at)
         self.reading = arguments.reading
         if self.reading is Reading.DONE:
-            self.reading, self._arguments, self._is_begun = Reading.GOES_ON, None, True
+            self.reading, self._arguments, self._has_arguments = Reading.GOES_ON, None, True
             self._enter(_State.CALL_END)
         return at
-
-    def _end_json_call(self) -> None:
-        if not self._is_begun:
-            self._begin_call(NO_ARGUMENTS, is_whole=True)
-        if self.reading is Reading.GOES_ON:
-            self._log.forget_held()
-            self._enter(_State.AFTER_CALL)
 
     # -- parameters between tags ---------------------------------------------------------------------------------------------------
 
@@ -216,12 +203,8 @@ class TaggedCalls:
         return self._types.get(self._key, TYPES)
 
     def _add_argument(self, value: str) -> None:
-        item = f"{json.dumps(self._key, ensure_ascii=False)}: {value}"
-        if self._is_begun:
-            self._log.add(", " + item)
-            self._log.forget_held()
-        else:
-            self._begin_call("{" + item)
+        if not self._log.add_argument(self._name, self._key, value):
+            self.reading = Reading.FAILED
 
     def _pass_text(self, text: str, at: int) -> int:
         if self._tail:  # at most once per piece of the output
