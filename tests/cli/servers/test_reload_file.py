@@ -128,8 +128,6 @@ gateway:
     request_s: 30
   cache:
     enabled: true
-    models:
-      - m
   store:
     url: "unix:///nowhere/redis.sock"
   sessions:
@@ -229,7 +227,6 @@ def protections(config: ServeConfig) -> set[str]:
         "monthly budget": gateway.limits.monthly_budget,
         "store": gateway.store.url == "unix:///nowhere/redis.sock",
         "sessions": gateway.sessions.ttl_s == 60,
-        "cached models": gateway.cache.models or not gateway.cache.enabled,
         "retention": usage.retention_days != 90,
         "state": config.state == "/nowhere/site",
         "kafka": usage.kafka,
@@ -271,7 +268,7 @@ def values(config: ServeConfig) -> dict[str, object]:
         found |= {f"engine {name} {each.name}": (each.address, each.tls_dir) for each in remote}
         found |= {f"token {name} {each.name}": each.token_file for each in remote if each.token_file}
     found |= {name: getattr(gateway, name) for name in ("tls", "store", "sessions", "host", "allowed_hosts")}
-    found |= {"request_s": gateway.timeouts.request_s, "budgets": gateway.limits.budget, "cached": gateway.cache.models}
+    found |= {"request_s": gateway.timeouts.request_s, "budgets": gateway.limits.budget}
     return found | {"usage": config.usage, "state": config.state, "access": gateway.access}
 
 
@@ -364,15 +361,6 @@ LOST = [
 def test_a_file_without_a_protection_is_refused_with_what_would_be_lost(site: Site, line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         site.read(without(site.full, line).encode())
-
-
-def test_the_answers_of_all_models_are_not_cached_because_a_list_was_lost(site: Site) -> None:
-    cache = "    enabled: true\n    models:\n      - m\n"
-    with pytest.raises(ConfigError, match=r"^gateway\.cache\.models: protects"):
-        site.read(site.full.replace(cache, "    enabled: true\n").encode())
-    with pytest.raises(ConfigError, match=r"^gateway\.cache\.models: protects"):  # the next reload would cache those of all
-        site.read(site.full.replace(cache, "    enabled: false\n").encode())
-    site.read(site.full.replace("    enabled: true\n", "").encode())
 
 
 def test_a_file_that_lost_its_models_does_not_serve_the_bundled_one_instead(site: Site) -> None:

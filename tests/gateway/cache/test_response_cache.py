@@ -219,11 +219,6 @@ async def test_an_answer_that_a_budget_cut_is_for_keys_of_that_budget(
         assert most == [3] if more else most[0] == 5 < (most[1] or 0)
 
 
-async def test_models_that_are_not_named_are_not_cached(text: TextModel) -> None:
-    async with open_bench(text, cache={"enabled": True, "models": ["other"]}) as bench:
-        assert result(await bench.chat(**GREEDY)) == "off"
-
-
 async def test_an_answer_is_there_for_its_time(text: TextModel) -> None:
     async with open_bench(text, cache={"enabled": True, "ttl_s": 60}) as bench:
         await bench.chat(**GREEDY)

@@ -56,6 +56,7 @@ INSTEAD = {
     "usage.clickhouse.ca_file": "Add the authority to the system's, or name all of them by SSL_CERT_FILE.",
     "gateway.metrics_tenants": "Give whoever reads the series of all tenants a key with role: reader.",
     "models[N].engine.max_waiting_per_tenant": "A full queue is shared by the tenants: bound one by max_concurrent_requests of its tier.",
+    "gateway.cache.models": "Answers of all models are cached: switch it for a tenant (`headrace tenants set NAME --option cache=false`).",
     "gateway.idempotency": "Answers to requests with an Idempotency-Key are kept for 24 hours.",
 }
 """Paths that are refused -> what to do instead. The first are keys of the packages' configs that are computed, or have one good value."""

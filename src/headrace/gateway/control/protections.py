@@ -86,8 +86,6 @@ def _lost_sections(before: GatewayConfig, after: GatewayConfig) -> Iterator[str]
         yield from (f"{path}.{name}" for name in _vanished(old, new, names) if new is not None)
     if before.allowed_hosts and not after.allowed_hosts and not is_loopback(after.host):
         yield "gateway.allowed_hosts"
-    if before.cache.models and not after.cache.models:
-        yield "gateway.cache.models"
     if before.usage.retention_days > after.usage.retention_days == UsageConfig().retention_days:
         yield "usage.retention_days"
 
@@ -186,10 +184,7 @@ def _entries(config: GatewayConfig) -> Entries:
                 entry |= _values(each, "api_key_file", "api_key_env")
     lists: Entries = {f"gateway.{name}": {("", each) for each in getattr(config, name)} for name in LISTS}
     entries |= {path: values for path, values in lists.items() if values}
-    return entries | {
-        "gateway.limits": _values(config.limits, "daily_budget", "monthly_budget"),
-        "gateway.cache": _values(config.cache, "models"),
-    }
+    return entries | {"gateway.limits": _values(config.limits, "daily_budget", "monthly_budget")}
 
 
 def _values(entry: Any, *names: str) -> set[tuple[str, object]]:

@@ -24,7 +24,6 @@ class SessionConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     enabled: bool = option(False, "Answer equal deterministic requests from the response cache; a tenant's option `cache` counts more.")
-    models: tuple[str, ...] = option((), "Names of the models whose answers are cached.", shown="all")
     ttl_s: float = option(3600.0, "Seconds that an answer is kept.", above=0.0)
 
 

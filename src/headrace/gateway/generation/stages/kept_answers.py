@@ -198,8 +198,7 @@ def _question(call: Call) -> Question:
 
 def _may_cache(call: Call, question: Question) -> bool:
     exchange, config, control = call.exchange, call.config.cache, question.control
-    is_on = call.principal.options.get("cache", config.enabled) is True
-    if not is_on or (config.models and call.model.base_name not in config.models):
+    if call.principal.options.get("cache", config.enabled) is not True:
         exchange.ignored += ["cache"] if control not in (NO_WISH, NEITHER) else []
         return False
     is_kept = not (call.continues or question.has_prompt_logprobs or (control.no_cache and control.no_store))
