@@ -56,6 +56,7 @@ RUNNER_SIDE = (
     "engine.kv_sizing",
     "engine.loop",
     "engine.ranks",
+    "engine.steps",
 )
 
 FLOORS: dict[str, Floor] = {
@@ -120,7 +121,16 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine.runner": Floor(_ours("core", "machine", "tensor", *RUNNER_SIDE), ("torch", "numpy")),
     "headrace.engine.ranks": Floor(
         _ours(
-            "core", "machine", "tensor", "wire.listening", "wire.target", "wire.tls", "engine.config", "engine.kv_sizing", "engine.runner"
+            "core",
+            "machine",
+            "tensor",
+            "wire.listening",
+            "wire.target",
+            "wire.tls",
+            "engine.config",
+            "engine.kv_sizing",
+            "engine.runner",
+            "engine.steps",
         ),
         ("torch", "numpy"),
     ),

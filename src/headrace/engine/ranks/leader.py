@@ -21,13 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, EngineFatal, HeadraceError
 from headrace.core.parallelism import Parallelism, Place, RankWork
-from headrace.core.plan import Plan, Result
+from headrace.core.plan import Plan
 from headrace.engine.ranks.adapters import part_of_rank_0
 from headrace.engine.ranks.frames import (
     INT_BYTES,
@@ -43,6 +42,7 @@ from headrace.engine.ranks.frames import (
     step_frame,
 )
 from headrace.engine.ranks.link import RankLink, connections, gather, listen, welcome
+from headrace.engine.steps import Runner, Ticket
 from headrace.machine.signals import interrupts_deferred
 from headrace.tensor.backends import load_peers, shared_bytes
 from headrace.tensor.batch import ForwardBatch, KvCache
@@ -335,23 +335,13 @@ class LeadingKv(KvCache):
             super().clear_pad_block()
 
 
-class _Ticket(Protocol):
-    def result(self) -> Result: ...
-
-
-class _Runner(Protocol):
-    def submit(self, plan: Plan) -> _Ticket: ...
-
-    def close(self) -> None: ...
-
-
 class LeadingRunner:
     """Ends the ranks behind the last step of a runner, when it is closed."""
 
-    def __init__(self, runner: _Runner, group: RankGroup) -> None:
+    def __init__(self, runner: Runner, group: RankGroup) -> None:
         self._runner, self._group = runner, group
 
-    def submit(self, plan: Plan) -> _Ticket:
+    def submit(self, plan: Plan) -> Ticket:
         return self._runner.submit(plan)
 
     def close(self) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
-from typing import Protocol
 
 from headrace.core.clock import Clock
 from headrace.core.ids import SlotId
-from headrace.core.plan import Plan, Result, Started
+from headrace.core.plan import Plan, Started
 from headrace.core.sampling import SamplingParams
 from headrace.engine.config import EngineConfig
+from headrace.engine.steps import Runner
 from headrace.tensor.kernels import KernelCompiler
 
 log = logging.getLogger(__name__)
@@ -26,16 +26,8 @@ MAX_TOKENS = _DECODE_ROWS * _PROMPT_TOKENS
 """The most that a step of several rows has, whatever the engine's own limit is."""
 
 
-class _Ticket(Protocol):
-    def result(self) -> Result: ...
-
-
-class _Runner(Protocol):
-    def submit(self, plan: Plan) -> _Ticket: ...
-
-
 def warm_up(
-    runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_size: int, most_tokens: int = 0, has_adapters: bool = False
+    runner: Runner, config: EngineConfig, *, max_model_len: int, vocab_size: int, most_tokens: int = 0, has_adapters: bool = False
 ) -> None:
     """most_tokens   also run prompts of 4, 8, .. up to this many tokens
     has_adapters  repeat all with the adapter in place 1
