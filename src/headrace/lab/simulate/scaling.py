@@ -28,7 +28,6 @@ class Scaling:
     policy: ScalingPolicy
     load_s: float
     hold_s: float
-    tick_s: float = TICK_S
     blind: Sequence[tuple[float, float]] = ()
 
     def age_s(self, now: float) -> float:

@@ -21,7 +21,7 @@ from headrace.core.update import FinishReason, Rejected
 from headrace.lab.metrics import LoadRecord
 from headrace.lab.simulate.build import SimulatedModel, SimulatedReplica, Update
 from headrace.lab.simulate.load import Arrival
-from headrace.lab.simulate.scaling import Counts, Scaling, ScalingChange, scaling_facts
+from headrace.lab.simulate.scaling import TICK_S, Counts, Scaling, ScalingChange, scaling_facts
 from headrace.policy.admission import AdmissionOutcome, OverloadWatch, QueueState, decide, queue_state
 from headrace.policy.config import AdmissionRules
 from headrace.policy.routing.choice import UNMEASURED_DIVISOR, Candidate, Decision, ReplicaId
@@ -370,7 +370,7 @@ class SimulatedSite:
             place.is_leaving = True
             self._give_back_if_done(place, now)
         if self._is_arriving or self._waiting or any(place.open for place in self._places):
-            self._at(now + scaling.tick_s, self._scale)
+            self._at(now + TICK_S, self._scale)
 
     def _add(self, scaling: Scaling, now: float) -> None:
         """One that was about to leave stays; else another one loads."""
