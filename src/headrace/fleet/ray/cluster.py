@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -67,6 +68,16 @@ def _short(error: Exception) -> str:
     return " ".join(dict.fromkeys((lines[0][:MAX_LINE], lines[-1][:MAX_LINE])))
 
 
+def _unused_token() -> str:
+    """What to do where Ray has a token and does not send it: `ray start` switches it on by itself, and a program that joins does not."""
+    found = [name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(name)]
+    if (file := Path.home() / ".ray" / "auth_token").exists():
+        found.append(str(file))
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "token" or not found:
+        return ""
+    return f"Set RAY_AUTH_MODE=token if the cluster wants a token: Ray has one ({found[0]}), and does not send it."
+
+
 class RayCluster:
     def __init__(self, options: RayOptions) -> None:
         """Connects, and blocks. Raises ConfigError."""
@@ -76,6 +87,7 @@ class RayCluster:
             self._ray.init(address=options.address, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError) as error:
             remedy = "Start one (ray start --head), or join it (ray start --address HOST:PORT --num-cpus 0), with the same Python and Ray."
+            remedy = " ".join(filter(None, (_unused_token(), remedy)))
             raise ConfigError("ray.address", f"no cluster can be used at {options.address!r}: {error}".rstrip("."), remedy) from error
 
     def agent(self) -> ActorAgent:
