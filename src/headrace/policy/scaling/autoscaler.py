@@ -10,15 +10,19 @@ More replicas are wanted for the largest of
 The rate of a replica is learned in output tokens where requests wait at all replicas: then it is what a replica can do. A replica goes only
 once fewer have been wanted for the time that a wrong decision costs (`settle_s`). While a replica that serves has not reported of late,
 nothing changes; where none serves there is nothing to report, and what waits decides.
+
+A budget (`policy.scaling.budget`) bounds the number: another replica is wanted only where the day's hours leave it `settle_s`. Where they
+leave no more than those above the fewest take to leave, they all leave, and none comes back until midnight.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.core.errors import counted
+from headrace.policy.scaling.budget import DayBudget, DayUse
 from headrace.policy.scaling.history import ArrivalHistory
 
 TARGET_FILL = 0.7
@@ -50,15 +54,17 @@ MAX_GROWTH = 1.25
 class ScalingRules:
     """
     min_replicas  0: the last one goes while nothing comes, and the next request waits for a start
-    max_replicas  the least of what operator, machine and budget allow
+    max_replicas  the least of what operator and machine allow
     ttft_s        goal of the first token
     load_s        from the start of a replica until it serves
+    budget        None: the hours of a day have no bound
     """
 
     min_replicas: int = 1
     max_replicas: int = 1
     ttft_s: float = 1.0
     load_s: float = 60.0
+    budget: DayBudget | None = None
 
     @property
     def settle_s(self) -> float:
@@ -72,6 +78,7 @@ class ScalingRules:
 class ScalingFacts:
     """
     num_serving   replicas; those that are about to leave are not counted
+    num_existing  replicas that load, serve, stand by or leave
     num_arrived   requests since an earlier moment; never decreases. Those at gateways of another machine may be missing: they are seen as
                   they end
     num_finished  the same, of requests that ended
@@ -88,6 +95,7 @@ class ScalingFacts:
     num_arrived: int
     num_finished: int
     num_tokens: int
+    num_existing: int = 0
     num_running: int = 0
     num_waiting: int = 0
     num_full: int = 0
@@ -98,18 +106,25 @@ class ScalingFacts:
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """reason: a line for people, which says what the number follows from"""
+    """
+    reason        a line for people, which says what the number follows from
+    closed_until  seconds since 1970: before then the budget leaves no replica at all
+    """
 
     num_replicas: int
     reason: str
+    closed_until: float | None = None
 
 
 class Autoscaler:
     """Scales one model. `decide` is called every few seconds, in the order of time."""
 
-    def __init__(self, rules: ScalingRules, num_replicas: int, history: ArrivalHistory | None = None) -> None:
+    def __init__(self, rules: ScalingRules, num_replicas: int, history: ArrivalHistory | None = None, use: DayUse | None = None) -> None:
+        """use: None: nothing is counted before the first decision"""
         self.rules = rules
         self.history = history or ArrivalHistory()
+        self.use = use
+        self._num_existing = 0
         self._current = rules.within(num_replicas)
         self._wishes: deque[tuple[float, int]] = deque()
         self._last: tuple[float, ScalingFacts] | None = None
@@ -121,6 +136,15 @@ class Autoscaler:
 
     def decide(self, facts: ScalingFacts, now: float) -> ScalingDecision:
         """now: seconds since 1970."""
+        before, self._num_existing = self._num_existing, max(self._current, facts.num_existing)
+        self.use = (self.use or DayUse(now)).later(max(before, self._num_existing), now)
+        decision = self._by_load(facts, now)
+        if self.rules.budget is not None:
+            decision = self._affordable(decision, self.rules.budget, self.use)
+        self._current = decision.num_replicas
+        return decision
+
+    def _by_load(self, facts: ScalingFacts, now: float) -> ScalingDecision:
         if facts.num_serving and facts.age_s > STALE_S:
             self._is_blind = True
             return self._decided(self._current, f"the last load report is {facts.age_s:.0f} s old: nothing changes")
@@ -136,8 +160,25 @@ class Autoscaler:
         return self._decided(self._current, wish.reason)
 
     def _decided(self, num_replicas: int, reason: str) -> ScalingDecision:
-        self._current = self.rules.within(num_replicas)
-        return ScalingDecision(self._current, reason)
+        return ScalingDecision(self.rules.within(num_replicas), reason)
+
+    def _affordable(self, decision: ScalingDecision, budget: DayBudget, use: DayUse) -> ScalingDecision:
+        """Nothing is added while replicas leave that may need what is left. Once it is too little, it stays so until midnight: what those
+        that left did not need would bring one back, and take it away again.
+        """
+        fewest = self.rules.min_replicas
+        num_above = max(0, self._current - fewest)
+        num_leaving = max(0, self._num_existing - num_above - budget.num_fixed)
+        num_more = budget.num_more(use, stay_s=self.rules.settle_s)
+        if budget.num_more(use) < num_above + num_leaving or not (num_above or num_more):
+            use = self.use = replace(use, spent_hours=max(use.spent_hours, budget.hours))
+        is_spent = budget.is_spent(use)
+        most = fewest + (0 if is_spent else max(num_above, num_more - num_leaving))
+        closed_until = use.next_midnight if is_spent and not most else None
+        if decision.num_replicas <= most:
+            return replace(decision, closed_until=closed_until)
+        leaves = f"the day's {budget.hours:g} replica-hours leave {counted(most, 'replica')}{' until midnight UTC' if is_spent else ''}"
+        return ScalingDecision(most, f"{leaves}; {decision.reason}", closed_until)
 
     # what was seen
 

@@ -1,0 +1,72 @@
+"""Bounds the replica-hours that a model takes in a day of UTC. Pure: the autoscaler asks (`policy.scaling.autoscaler`).
+
+A replica counts from its start to its end, also while it loads, stands by or drains. Those that always run have the rest of their day
+reserved. What else runs has reserved what it takes to leave: on this day, and on the next one, which it may reach.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from headrace.policy.scaling.history import DAY_S
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class DayUse:
+    """What the replicas of a model have taken of a day.
+
+    at           seconds since 1970, up to which they are counted
+    replica_s    seconds of all of them together, since midnight
+    spent_hours  the largest budget that was found to leave no further replica until midnight
+    """
+
+    at: float
+    replica_s: float = 0.0
+    spent_hours: float = 0.0
+
+    @staticmethod
+    def of(given: object) -> DayUse:
+        """What `astuple` has made. Raises ValueError where it is none."""
+        numbers = [float(each) for each in given] if isinstance(given, list) and all(type(each) in (int, float) for each in given) else []
+        if len(numbers) != 3 or not all(0.0 <= number < math.inf for number in numbers):
+            raise ValueError("not the use of a day")
+        return DayUse(*numbers)
+
+    def later(self, num_replicas: int, now: float) -> DayUse:
+        """num_replicas: the most since `at`. A clock that was set back gives nothing back."""
+        midnight = now - now % DAY_S
+        if midnight > self.at:
+            return DayUse(now, num_replicas * (now - midnight))
+        return replace(self, at=now, replica_s=self.replica_s + num_replicas * max(0.0, now - self.at))
+
+    @property
+    def next_midnight(self) -> float:
+        return self.at - self.at % DAY_S + DAY_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DayBudget:
+    """
+    hours      of all replicas together, by day
+    num_fixed  replicas that always run
+    leave_s    from one decision until a replica has left that the next one gives up
+    """
+
+    hours: float
+    num_fixed: int
+    leave_s: float
+
+    def is_spent(self, use: DayUse) -> bool:
+        return self.hours <= use.spent_hours
+
+    def num_more(self, use: DayUse, *, stay_s: float = 0.0) -> int:
+        """How many more than the fixed ones may run for `stay_s`, and leave then."""
+        if self.is_spent(use):
+            return 0
+        left_s, need_s = use.next_midnight - use.at, stay_s + self.leave_s
+        today_s = self.hours * HOUR_S - use.replica_s - self.num_fixed * left_s
+        tomorrow_s = self.hours * HOUR_S - self.num_fixed * DAY_S
+        return max(0, math.floor(min(today_s / min(need_s, left_s), tomorrow_s / need_s)))
