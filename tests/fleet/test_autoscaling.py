@@ -359,7 +359,7 @@ class ScaledModelMachine(RuleBasedStateMachine):
         view = GatewaysView([] if silent else [{"tiny": status}], ["gateway"] if silent else [])
         is_blind = silent and self.now - self.last_answer > STALE_S
         self.last_answer = self.last_answer if silent else self.now
-        decision = self.model.decide("tiny", view, self.RULES, self.now)
+        decision = self.model.decide("tiny", view, self.RULES, self.now, num_existing=len(self.tokens))
         assert decision is not None
         if is_blind and self.tokens:
             assert decision.num_replicas == self.num_replicas, "without news nothing changes"

@@ -16,15 +16,18 @@ from headrace.core.errors import HeadraceError, counted
 from headrace.fleet.commands import CommandAudit, ControlBusy, ModelProgress, no_operator
 from headrace.fleet.config import ModelSpec
 from headrace.fleet.gateways import GatewaysView
-from headrace.fleet.kept_scaling import KeptScaling, keep_scaling, read_scaling
+from headrace.fleet.kept_scaling import KeptScaling, keep_scaling, note_of, read_note, read_scaling
 from headrace.fleet.reconciler import Reconciler
 from headrace.policy.deployment import Deployment
 from headrace.policy.scaling.autoscaler import Autoscaler, ScalingDecision, ScalingFacts, ScalingRules
-from headrace.policy.scaling.history import SLOT_S
+from headrace.policy.scaling.budget import DayUse
 
 log = logging.getLogger(__name__)
 
 TICK_S = 2.0
+
+KEEP_S = 60.0
+"""What was learned and used is written so often: a supervisor that is killed has not written what its replicas used since."""
 
 ACTOR = "autoscaler"
 
@@ -42,6 +45,18 @@ class Actuator(Protocol):
 
     def load_s(self, model: str) -> float | None:
         """From the start of a replica until it served, where one was seen."""
+        ...
+
+    def num_existing(self, model: str) -> int:
+        """That load, serve, stand by or leave."""
+        ...
+
+    def found_note(self, model: str) -> str | None:
+        """What the process left that scaled the model before, empty where there was none; None: the state folder has it."""
+        ...
+
+    def leave_note(self, model: str, note: str) -> None:
+        """For the process that scales the model next, where that may be on another machine."""
         ...
 
     async def scale(self, model: str, num_replicas: int, reason: str) -> None:
@@ -65,6 +80,15 @@ class ProcessActuator:
     def load_s(self, model: str) -> float | None:
         keepers = [process.keeper for process in self._reconciler.processes.values() if process.files.model == model]
         return max((keeper.load_s for keeper in keepers if keeper.load_s is not None), default=None)
+
+    def num_existing(self, model: str) -> int:
+        return len(self._reconciler.deployment.of(model))
+
+    def found_note(self, model: str) -> None:
+        return None
+
+    def leave_note(self, model: str, note: str) -> None:
+        """It would find this in the state folder."""
 
     async def scale(self, model: str, num_replicas: int, reason: str) -> None:
         target = self._reconciler.deployment.targets.get(model)
@@ -100,22 +124,28 @@ class ScaledModel:
     """load_s: of a start, measured or kept; reason: of the last decision; failure: why it could not be carried out"""
 
     def __init__(self, rules: ScalingRules, num_replicas: int, kept: KeptScaling) -> None:
+        """kept: its use is that until now"""
         self.load_s = kept.load_s
         self.history = kept.history
         self.reason = self.failure = ""
-        self._autoscaler = Autoscaler(rules, num_replicas, kept.history)
+        self._autoscaler = Autoscaler(rules, num_replicas, kept.history, kept.use)
         self._arrived, self._finished, self._tokens = Growth(), Growth(), Growth()
         self._facts: ScalingFacts | None = None
         self._facts_at = 0.0
 
-    def decide(self, model: str, view: GatewaysView, rules: ScalingRules, now: float) -> ScalingDecision | None:
+    @property
+    def kept(self) -> KeptScaling:
+        return KeptScaling(self.load_s, self.history, self._autoscaler.use)
+
+    def decide(self, model: str, view: GatewaysView, rules: ScalingRules, now: float, *, num_existing: int) -> ScalingDecision | None:
         """None: no gateway has ever answered."""
         if view.answers and not view.silent:
             self._facts, self._facts_at = self._read(model, view), now
         if self._facts is None:
             return None
         self._autoscaler.rules = rules
-        return self._autoscaler.decide(replace(self._facts, age_s=self._facts.age_s + now - self._facts_at), now)
+        age_s = self._facts.age_s + now - self._facts_at
+        return self._autoscaler.decide(replace(self._facts, age_s=age_s, num_existing=num_existing), now)
 
     def _read(self, model: str, view: GatewaysView) -> ScalingFacts:
         seen, by_name = view.of(model), view.loads(model)
@@ -142,16 +172,21 @@ class Autoscaling:
         self.not_scaled: dict[str, str] = {}
         self._reconciler = reconciler
         self._actuator_of = actuator_of
-        self._kept_at = 0.0
+        self._clock = asyncio.get_running_loop().time
+        self._since = time.time() - self._clock()  # the loop's clock is never set back
+        self._kept_at = self._ticked_at = self._now
+
+    @property
+    def _now(self) -> float:
+        """Seconds since 1970."""
+        return self._since + self._clock()
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        since = time.time() - loop.time()  # the loop's clock is never set back
         try:
             while True:
                 await asyncio.sleep(TICK_S)
                 try:
-                    await self.tick(since + loop.time())
+                    await self.tick(self._now)
                 except Exception:  # the outermost loop: a bug must not end what serves
                     log.exception("scaling by load failed")
         finally:
@@ -161,7 +196,10 @@ class Autoscaling:
         """now: seconds since 1970"""
         await self._reconciler.look()
         specs = [spec for spec in self._reconciler.config.models if spec.autoscale is not None]
-        self.models = {spec.name: self.models[spec.name] for spec in specs if spec.name in self.models}
+        names = [spec.name for spec in specs]
+        self.models = {name: self.models[name] for name in names if name in self.models}
+        for name in self._reconciler.scaling.keys() - {*names}:
+            self._reconciler.note_scaling(name, {})
         for spec in specs:
             try:
                 await self._scale(spec, now)
@@ -173,14 +211,22 @@ class Autoscaling:
                     self._keep()
                     del self.models[spec.name]
                 self.not_scaled[spec.name] = str(error)
-        if now - self._kept_at >= SLOT_S:
+        self._ticked_at = now
+        if now - self._kept_at >= KEEP_S:
             self._kept_at = now
             self._keep()
 
     async def _made(self, spec: ModelSpec, actuator: Actuator) -> ScaledModel:
         num_replicas = await actuator.num_replicas(spec.name)
         kept = read_scaling(self._reconciler.config.scaling_file).get(spec.name) or KeptScaling()
-        return ScaledModel(self._rules(spec, kept.load_s), num_replicas, kept)
+        note, began = actuator.found_note(spec.name), self._ticked_at
+        if note is not None:
+            use = read_note(note) or DayUse(began)
+        elif kept.use is None:
+            use = DayUse(began)
+        else:  # between two supervisors no engine runs, and one that was killed has not written what its engines used last
+            use = kept.use.later(actuator.num_existing(spec.name), min(began, kept.use.at + KEEP_S)).later(0, began)
+        return ScaledModel(self._rules(spec, kept.load_s), num_replicas, replace(kept, use=use))
 
     def _rules(self, spec: ModelSpec, load_s: float) -> ScalingRules:
         assert spec.autoscale is not None
@@ -189,6 +235,7 @@ class Autoscaling:
             max_replicas=spec.autoscale.max,
             ttft_s=self._reconciler.config.ttft_s,
             load_s=load_s,
+            budget=self._reconciler.config.day_budget(spec),
         )
 
     async def _scale(self, spec: ModelSpec, now: float) -> None:
@@ -196,10 +243,14 @@ class Autoscaling:
         model = self.models.get(spec.name) or await self._made(spec, actuator)
         self.models[spec.name] = model
         model.load_s = actuator.load_s(spec.name) or model.load_s
-        decision = model.decide(spec.name, self._reconciler.view, self._rules(spec, model.load_s), now)
+        rules, num_existing = self._rules(spec, model.load_s), actuator.num_existing(spec.name)
+        decision = model.decide(spec.name, self._reconciler.view, rules, now, num_existing=num_existing)
         if decision is None:
             return
         model.reason = decision.reason
+        self._note(spec, decision)
+        if rules.budget is not None and (use := model.kept.use) is not None:
+            actuator.leave_note(spec.name, note_of(use))
         try:
             await actuator.scale(spec.name, decision.num_replicas, decision.reason)
             model.failure = ""
@@ -213,9 +264,15 @@ class Autoscaling:
                 log.error("%s: %s", spec.name, failure)
             model.failure = failure
 
+    def _note(self, spec: ModelSpec, decision: ScalingDecision) -> None:
+        """For gateways, which know the number of the replicas that are started here."""
+        pods = {} if spec.kubernetes is None else {"num_pods": decision.num_replicas}
+        closed = {} if decision.closed_until is None else {"closed_until": decision.closed_until}
+        self._reconciler.note_scaling(spec.name, {**pods, **closed})
+
     def _keep(self) -> None:
         """What the file has of models that are not scaled at this moment stays in it."""
         if self.models:
             file = self._reconciler.config.scaling_file
-            kept = {name: KeptScaling(model.load_s, model.history) for name, model in self.models.items()}
+            kept = {name: model.kept for name, model in self.models.items()}
             keep_scaling(file, {**kept, **{name: before for name, before in read_scaling(file).items() if name not in kept}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import sys
+import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from headrace.core.option import Reload, Role, check_options, option, options, r
 from headrace.core.parallelism import Parallelism
 from headrace.core.strict_decode import NeedsExactlyOne
 from headrace.fleet.admin_listen import AdminListen
+from headrace.fleet.kept_scaling import read_scaling
 from headrace.fleet.kubernetes.endpoints import MAX_ENGINES
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.launcher import SECRET_VARIABLES
@@ -25,6 +27,7 @@ from headrace.machine.folders import expanded
 from headrace.observe.logs import LogFormat
 from headrace.policy.deployment import Deployment, RolloutOptions, replica_prefix
 from headrace.policy.scaling.autoscaler import ScalingRules
+from headrace.policy.scaling.budget import DayBudget
 from headrace.registry.cache import version_in
 from headrace.registry.names import is_reference
 from headrace.text.folder import digests_of
@@ -34,6 +37,13 @@ MAX_REPLICAS = 64
 MAX_TIMEOUT_S = 86_400
 MIN_HANG_TIMEOUT_S = 15.0
 """The wire's lease (10 s) and a new connection come first."""
+
+DAY_H = 24
+
+LEAVE_GRACE_S = 10.0
+"""From the end of a drain to that of the process."""
+DECISION_S = 10.0
+"""From one decision of the autoscaler to the next, while a gateway is silent."""
 
 KEY_BYTES = 32
 COMMAND = (sys.executable, "-P", "-m", "headrace")
@@ -50,6 +60,13 @@ class ReplicaRange:
         "Fewest. 0: the last one ends after 15 minutes without a request, and the next request waits until one has loaded.",
         low=0,
         high=MAX_ENGINES,
+    )
+    replica_hours_per_day: float | None = option(
+        None,
+        "Hours that its engines may take together from midnight to midnight UTC ([autoscaling.md](autoscaling.md#a-bound-on-the-bill)): "
+        "fewer cost less, and a busy day ends with `min` of them.",
+        above=0.0,
+        high=MAX_ENGINES * DAY_H,
     )
 
     def within(self, num_replicas: int) -> int:
@@ -194,6 +211,7 @@ class FleetConfig(FleetOptions):
         names: set[str] = set()
         for index, model in enumerate(self.models):
             _check_model(f"models[{index}]", model, names)
+            _check_budget(f"models[{index}]", self.day_budget(model))
             if model.sleeps:
                 _check_sleeps(f"models[{index}]", model, self.sleep_budget_bytes)
         _check_workloads(self.models)
@@ -251,6 +269,17 @@ class FleetConfig(FleetOptions):
         tiers = self.gateway.get("tiers")
         goals = [tier.get("ttft_ms") for tier in tiers.values() if isinstance(tier, Mapping)] if isinstance(tiers, Mapping) else []
         return min([float(str(goal)) / 1000 for goal in goals if goal], default=ScalingRules().ttft_s)
+
+    @property
+    def leave_s(self) -> float:
+        """A replica that is given up has ended by then."""
+        return self.drain_timeout_s + LEAVE_GRACE_S
+
+    def day_budget(self, spec: ModelSpec) -> DayBudget | None:
+        autoscale = spec.autoscale
+        if autoscale is None or autoscale.replica_hours_per_day is None:
+            return None
+        return DayBudget(hours=autoscale.replica_hours_per_day, num_fixed=autoscale.min + spec.standby, leave_s=DECISION_S + self.leave_s)
 
     @property
     def adapters_root(self) -> Path | None:
@@ -321,6 +350,12 @@ def _check_range(where: str, autoscale: ReplicaRange) -> None:
     check_options(autoscale, f"{where}.autoscale")
     if autoscale.min > autoscale.max:
         raise ConfigError(f"{where}.autoscale.min", f"{autoscale.min} is more than max, {autoscale.max}")
+
+
+def _check_budget(where: str, budget: DayBudget | None) -> None:
+    if budget is not None and budget.hours < DAY_H * budget.num_fixed:
+        reason = f"{budget.hours:g} is less than {DAY_H * budget.num_fixed}, the hours of min and standby ({budget.num_fixed}) in a day"
+        raise ConfigError(f"{where}.autoscale.replica_hours_per_day", reason, "Raise it, or lower min or standby.")
 
 
 def _check_counts(where: str, model: ModelSpec, autoscale: ReplicaRange) -> None:
@@ -441,7 +476,7 @@ class DesiredState:
         specs = {model.name: model for model in config.models if model.replicas}
         known = {name: self.options.get((name, target.revision)) for name, target in deployment.targets.items()}
         counts = {name: target.num_replicas for name, target in deployment.targets.items()}
-        wanted = {name: spec.num_wanted(counts.get(name)) for name, spec in specs.items()}
+        wanted = {name: self._num_wanted(spec, counts.get(name)) for name, spec in specs.items()}
         deployment.scale(wanted, {name: spec.standby for name, spec in specs.items()})
         anew = []
         for name, spec in specs.items():
@@ -453,6 +488,14 @@ class DesiredState:
                 anew.append(name)
             self.options[name, deployment.targets[name].revision] = spec
         return anew
+
+    def _num_wanted(self, spec: ModelSpec, before: int | None) -> int:
+        """A start is bounded by what the day has left: a deployment that is started again and again would not count as scaled."""
+        number, budget = spec.num_wanted(before), self.config.day_budget(spec)
+        kept = read_scaling(self.config.scaling_file).get(spec.name) if before is None and budget is not None else None
+        if spec.autoscale is None or budget is None or kept is None or kept.use is None:
+            return number
+        return min(number, spec.autoscale.min + budget.num_more(kept.use.later(0, time.time()), stay_s=kept.load_s))
 
     def is_version(self, spec: ModelSpec, deployment: Deployment) -> bool:
         """Whether it is another version of the model than the one that serves."""

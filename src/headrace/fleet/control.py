@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Protocol
 from headrace.core.errors import ConfigError, HeadraceError, counted
 from headrace.core.sleep import SleepLevel
 from headrace.fleet.adapter_commands import AdapterCommands
-from headrace.fleet.autoscaling import Actuator, Autoscaling, ProcessActuator
+from headrace.fleet.autoscaling import Actuator, Autoscaling, ProcessActuator, ScaledModel
 from headrace.fleet.commands import CommandAudit, CommandSlot, ControlBusy, Hear, ModelProgress, no_operator, say
 from headrace.fleet.config import MAX_REPLICAS, FleetConfig, ModelSpec, check_can_become, with_choices_of_start
 from headrace.fleet.kubernetes.endpoints import MAX_ENGINES
 from headrace.fleet.kubernetes.service import KubernetesService, check_in_pod
 from headrace.fleet.reconciler import Reconciler
 from headrace.policy.deployment import Deployment, ReplicaPhase, RolloutOptions
+from headrace.policy.scaling.budget import HOUR_S
 from headrace.registry.names import read_reference
 from headrace.wire.listening import shown_host
 
@@ -347,7 +348,14 @@ class FleetControl:
         scaled = self.autoscaling.models.get(spec.name)
         not_yet = self.autoscaling.not_scaled.get(spec.name, "no gateway has reported yet")
         reason = not_yet if scaled is None else "; ".join(filter(None, [scaled.reason, scaled.failure]))
-        return {"min": spec.autoscale.min, "max": spec.autoscale.max, "reason": reason}
+        return {"min": spec.autoscale.min, "max": spec.autoscale.max, "reason": reason, **self._budget_status(spec, scaled)}
+
+    def _budget_status(self, spec: ModelSpec, scaled: ScaledModel | None) -> Mapping[str, object]:
+        if spec.autoscale is None or spec.autoscale.replica_hours_per_day is None:
+            return {}
+        use = None if scaled is None else scaled.kept.use
+        used = None if use is None else round(use.replica_s / HOUR_S, 2)
+        return {"replica_hours_today": used, "replica_hours_per_day": spec.autoscale.replica_hours_per_day}
 
     def _replica_status(self, name: str) -> Mapping[str, object]:
         reconciler = self._reconciler

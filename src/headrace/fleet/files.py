@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,27 +166,18 @@ def write_gateway_file(content: Mapping[str, object], folder: Path) -> Path:
 def gateway_content(
     config: FleetConfig,
     replicas: Sequence[ReplicaFiles] = (),
-    unavailable: Mapping[str, str] | None = None,
-    num_wanted: Mapping[str, int] | None = None,
-    starting: Collection[str] = (),
+    more: Mapping[str, Mapping[str, object]] | None = None,
 ) -> dict[str, object]:
     """Raises ConfigError.
 
-    unavailable  model -> reason, in words that clients may read
-    num_wanted   model -> replicas
-    starting     models of which one will be listed once it serves
+    more  model -> further keys of its entry
     """
-    models = [_gateway_model(model, replicas, (unavailable or {}).get(model.name, "")) for model in config.models]
-    for model in models:
-        if model["name"] in starting:
-            model["starts_on_demand"] = True
-        if (count := (num_wanted or {}).get(str(model["name"]))) is not None:
-            model["num_wanted"] = count
+    models = [{**_gateway_model(model, replicas), **(more or {}).get(model.name, {})} for model in config.models]
     salt_key = site_secret(config.site_key, SALTS)
     return {**config.gateway, "models": models, "timeouts": _with_drain(config), "salt_key": salt_key}
 
 
-def _gateway_model(model: ModelSpec, replicas: Sequence[ReplicaFiles], unavailable: str) -> dict[str, object]:
+def _gateway_model(model: ModelSpec, replicas: Sequence[ReplicaFiles]) -> dict[str, object]:
     named: dict[str, object] = {"name": model.name, "aliases": list(model.aliases), **model.gateway}
     if model.upstreams:
         named["upstreams"] = [dict(upstream) for upstream in model.upstreams]
@@ -196,7 +187,7 @@ def _gateway_model(model: ModelSpec, replicas: Sequence[ReplicaFiles], unavailab
     elsewhere = [dict(replica) for replica in model.remote]
     made = {**named, "folder": str(model.folder), "replicas": [*listening, *elsewhere]}
     on_demand = {"starts_on_demand": True} if model.starts_on_demand else {}
-    return {**made, **on_demand, **({"unavailable": unavailable} if unavailable else {})}
+    return {**made, **on_demand}
 
 
 def _with_drain(config: FleetConfig) -> dict[str, object]:

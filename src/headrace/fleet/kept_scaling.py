@@ -1,5 +1,5 @@
-"""Keeps what the autoscaler has learned of each model over a restart, in one file of the state folder. A file that cannot be read counts as
-none: it is learned again.
+"""Keeps what the autoscaler has learned of each model over a restart, and what its replicas have taken of the day, in one file of the state
+folder. A file that cannot be read counts as none: it is learned again.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 from headrace.core.regular_files import read_file
 from headrace.machine.private_files import write_private_file
 from headrace.policy.scaling.autoscaler import ScalingRules
+from headrace.policy.scaling.budget import DayBudget, DayUse
 from headrace.policy.scaling.history import ArrivalHistory
 
 log = logging.getLogger(__name__)
@@ -25,8 +26,11 @@ MAX_KEPT_BYTES = MAX_KEPT_MODELS << 15
 
 @dataclass(frozen=True, slots=True)
 class KeptScaling:
+    """use: None: not known"""
+
     load_s: float = ScalingRules().load_s
     history: ArrivalHistory = field(default_factory=ArrivalHistory)
+    use: DayUse | None = None
 
 
 def read_scaling(file: Path | None) -> dict[str, KeptScaling]:
@@ -44,7 +48,29 @@ def _kept(model: Mapping[str, object]) -> KeptScaling:
     load_s = float(str(model["load_s"]))
     if not 0.0 < load_s < math.inf:
         raise ValueError("load_s")
-    return KeptScaling(load_s, ArrivalHistory.of(model["days"], model["weeks"]))
+    use = DayUse.of(model["use"]) if model.get("use") is not None else None
+    return KeptScaling(load_s, ArrivalHistory.of(model["days"], model["weeks"]), use)
+
+
+def note_of(use: DayUse) -> str:
+    return json.dumps(astuple(use))
+
+
+def read_note(note: str) -> DayUse | None:
+    """What `note_of` has made. A damaged one is logged, and counts as none."""
+    try:
+        return DayUse.of(json.loads(note)) if note else None
+    except ValueError as error:
+        log.error("%r does not say what was used of the day, which begins anew: %s", note, error)
+        return None
+
+
+def closed_until(budget: DayBudget | None, note: str, now: float) -> float | None:
+    """When the budget leaves a replica again, where it leaves none now."""
+    use = read_note(note)
+    if budget is None or use is None or budget.num_fixed or not budget.is_spent(use) or now >= use.next_midnight:
+        return None
+    return use.next_midnight
 
 
 def keep_scaling(file: Path | None, models: Mapping[str, KeptScaling]) -> None:
@@ -52,7 +78,12 @@ def keep_scaling(file: Path | None, models: Mapping[str, KeptScaling]) -> None:
     if file is None:
         return
     kept = {
-        name: {"load_s": round(model.load_s, 3), "days": model.history.days, "weeks": model.history.weeks}
+        name: {
+            "load_s": round(model.load_s, 3),
+            "days": model.history.days,
+            "weeks": model.history.weeks,
+            "use": None if model.use is None else astuple(model.use),
+        }
         for name, model in [*models.items()][:MAX_KEPT_MODELS]
     }
     try:

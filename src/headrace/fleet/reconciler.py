@@ -56,6 +56,7 @@ class Reconciler:
     """processes  replica's name -> its process, until the process has ended
     failures   model -> why its last rollout ended early
     found      Service -> name, address and tls_name of the engines in its pods
+    scaling    model -> keys of its entry in the gateways' file that its scaling decides
     """
 
     def __init__(self, config: FleetConfig, folder: Path, host: ReplicaHost, gateways: GatewayGroup) -> None:
@@ -70,6 +71,7 @@ class Reconciler:
             log.warning("%s", line)
         self.failures: dict[str, str] = {}
         self.found: dict[KubernetesService, Sequence[Mapping[str, object]]] = {}
+        self.scaling: dict[str, Mapping[str, object]] = {}
         self.gateways = gateways
         self.progress = Progress()
         self.view = GatewaysView()
@@ -183,6 +185,12 @@ class Reconciler:
     def find(self, service: KubernetesService, engines: Sequence[Mapping[str, object]]) -> None:
         self.found[service] = engines
         self._wake.set()
+
+    def note_scaling(self, model: str, keys: Mapping[str, object]) -> None:
+        """keys: as in `scaling`; those before no longer hold"""
+        if keys != self.scaling.get(model, {}):
+            self.scaling[model] = keys
+            self._wake.set()
 
     def with_found(self, spec: ModelSpec) -> ModelSpec:
         if spec.kubernetes is None:
@@ -418,10 +426,16 @@ class Reconciler:
         without = [name for name, of_model in listed.items() if not of_model and name not in starting]
         failures = {name: self.processes.failures_of(self.deployment.of(name)) for name in without}
         failures |= {spec.name: [] for spec in models if spec.kubernetes is not None and not spec.remote}
-        unavailable = {name: why_unavailable(errors) for name, errors in failures.items() if errors or name not in on_demand}
-        num_wanted = {name: target.num_replicas for name, target in self.deployment.targets.items()}
+        more: dict[str, dict[str, object]] = {spec.name: {**self.scaling.get(spec.name, {})} for spec in models}
+        for name, errors in failures.items():
+            if errors or name not in on_demand:
+                more[name]["unavailable"] = why_unavailable(errors)
+        for name in starting:
+            more[name]["starts_on_demand"] = True
+        for name, target in self.deployment.targets.items():
+            more[name]["num_wanted"] = target.num_replicas
         files = [each for of_model in listed.values() for each in of_model]
-        return gateway_content(replace(self.config, models=models), files, unavailable, num_wanted, starting)
+        return gateway_content(replace(self.config, models=models), files, more)
 
     # -- the start of the deployment -----------------------------------------------------------------------------------------------
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 from kube_kit import KubeServer, endpoint, kube_server, slice_of, use_pod
 from patience import eventually
 from scripted_site import Script, ScriptedSite, scripted_site
+from virtual_time import virtual_loop
 
 from headrace.fleet.config import ModelSpec, ReplicaRange
 from headrace.fleet.kubernetes.actuator import REPEAT_S
-from headrace.fleet.kubernetes.lease import LEASE_S, RENEW_S
+from headrace.fleet.kubernetes.lease import LEASE_S, NOTE, RENEW_S
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.policy.scaling import autoscaler
 from headrace.policy.scaling.autoscaler import MIN_SETTLE_S
+from headrace.policy.scaling.budget import HOUR_S, DayUse
+from headrace.policy.scaling.history import DAY_S
 from headrace.wire.leash import ModelStatus, ReportedReplicaLoad
 
 pytestmark = pytest.mark.loop
@@ -25,10 +31,10 @@ pytestmark = pytest.mark.loop
 LEASE = "engines-autoscaler"
 
 
-def far(most: int = 4, least: int = 1) -> ModelSpec:
+def far(most: int = 4, least: int = 1, hours: float | None = None) -> ModelSpec:
     alike = {"name": "engines", "address": "engines:1", "token_file": "", "tls_dir": "/certificates"}
     service = KubernetesService(service="engines", workload="statefulsets/engines")
-    autoscale = ReplicaRange(min=least, max=most)
+    autoscale = ReplicaRange(min=least, max=most, replica_hours_per_day=hours)
     return ModelSpec(name="far", folder=Path("none"), replicas=0, remote=(alike,), kubernetes=service, autoscale=autoscale)
 
 
@@ -67,6 +73,13 @@ async def kube(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 async def gateway_pod(kube: KubeServer, spec: ModelSpec | None = None) -> AsyncIterator[ScriptedSite]:
     async with scripted_site(Script(), specs=(spec or far(),)) as site:
         yield site
+
+
+def num_pods(site: ScriptedSite) -> int | None:
+    """As its gateways' metrics page has it."""
+    [entry] = site.process("gateway").config["models"]
+    number: int | None = entry.get("num_pods")
+    return number
 
 
 def listed(site: ScriptedSite) -> list[str]:
@@ -122,6 +135,7 @@ async def test_of_two_gateway_pods_one_scales_and_the_other_takes_over_when_it_i
             wants(first, 1.0, 1)
             await asyncio.sleep(60)
             assert kube.replicas("statefulsets", "engines") == 1, "the first that came decides"
+            assert (num_pods(second), num_pods(first)) == (1, None)
             assert await reason(first) == "another gateway pod scales it"
         holder = kube.objects["leases", LEASE]["spec"]["holderIdentity"]
     async with gateway_pod(kube) as third:
@@ -129,6 +143,7 @@ async def test_of_two_gateway_pods_one_scales_and_the_other_takes_over_when_it_i
         await asyncio.sleep(LEASE_S + 3 * RENEW_S)
         assert kube.objects["leases", LEASE]["spec"]["holderIdentity"] != holder
         assert kube.replicas("statefulsets", "engines") == 2
+        assert num_pods(third) == 2
 
 
 async def test_a_number_that_another_client_has_written_is_written_again(kube: KubeServer) -> None:
@@ -238,3 +253,55 @@ async def test_of_gateway_pods_that_hold_requests_at_once_one_starts_a_pod(
             assert listed(holder) == []
     assert sum("1 replica of statefulsets/engines instead of 0" in message for message in caplog.messages) == 1
     assert not any("cannot be counted" in message for message in caplog.messages)
+
+
+def use_of_day(kube: KubeServer) -> DayUse:
+    return DayUse.of(json.loads(kube.objects["leases", LEASE]["metadata"]["annotations"][NOTE]))
+
+
+async def leave(kube: KubeServer, left_s: float, hours: float, least: int) -> None:
+    """As a gateway pod would that is gone now. left_s: replica-seconds that the day leaves beyond the fewest"""
+    now = virtual_loop().unix_time()
+    use = DayUse(now, hours * HOUR_S - least * (DAY_S - now % DAY_S) - left_s)
+    await kube.put("leases", LEASE, {"metadata": {"annotations": {NOTE: json.dumps(astuple(use))}}, "spec": {}})
+
+
+async def test_the_hours_of_the_day_pass_to_the_gateway_pod_that_takes_over(kube: KubeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", virtual_loop().unix_time)
+    await leave(kube, 1500.0, 25.0, 1)
+    async with gateway_pod(kube, far(hours=25.0)) as first:
+        wants(first, 1.0, 1)
+        await eventually(lambda: kube.replicas("statefulsets", "engines") == 2)
+        await asyncio.sleep(200.0)
+    used_s, at = use_of_day(kube).replica_s, use_of_day(kube).at
+    virtual_loop().be_late(60.0)
+    async with gateway_pod(kube, far(hours=25.0)) as second:
+        wants(second, 1.0, 1)
+        await asyncio.sleep(30.0)
+        now = use_of_day(kube)
+        assert now.replica_s - used_s == pytest.approx(2 * (now.at - at), abs=0.1), "pods run on while no gateway pod scales them"
+        await asyncio.sleep(1500.0)
+        assert kube.replicas("statefulsets", "engines") == 1
+        assert (await reason(second)).startswith("the day's 25 replica-hours leave 1 replica until midnight UTC; ")
+        async with gateway_pod(kube, far(hours=25.0)) as third:
+            await asyncio.sleep(RENEW_S)
+            assert await reason(third) == "another gateway pod scales it"
+    assert use_of_day(kube).replica_s <= 25 * HOUR_S - (DAY_S - use_of_day(kube).at % DAY_S)
+
+
+async def test_without_an_hour_left_no_gateway_pod_starts_a_pod_for_what_it_holds(
+    kube: KubeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", virtual_loop().unix_time)
+    await leave(kube, 10.0, 2.0, 0)
+    spec = far(least=0, hours=2.0)
+    async with gateway_pod(kube, spec) as holder:
+        await eventually(lambda: kube.replicas("statefulsets", "engines") == 0)
+        async with gateway_pod(kube, spec) as other:
+            other.script.models["far"] = ModelStatus({}, num_arrived=1, num_held=1)
+            midnight = virtual_loop().unix_time() - virtual_loop().unix_time() % DAY_S + DAY_S
+            for _ in range(20):
+                await asyncio.sleep(3.0)
+                assert kube.replicas("statefulsets", "engines") == 0
+            for site in (holder, other):
+                assert site.process("gateway").config["models"][0]["closed_until"] == midnight

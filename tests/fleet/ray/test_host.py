@@ -68,7 +68,7 @@ async def test_requests_wait_for_a_replica_that_is_not_listed_yet() -> None:
         script.loading.clear()
         await eventually(lambda: "tiny-1" in listed(site))
         [entry] = site.process("gateway").config["models"]
-        assert "starts_on_demand" not in entry
+        assert ("starts_on_demand" in entry, entry["num_wanted"]) == (False, 1)
 
 
 async def test_requests_do_not_wait_for_a_replica_that_cannot_start() -> None:

@@ -117,6 +117,32 @@ async def test_requests_wait_for_a_first_replica_that_is_not_listed_yet_and_prob
         assert (await asking).status_code == 200
 
 
+async def test_without_an_hour_left_requests_are_refused_until_the_day_ends_and_the_gateway_stays_ready(text: TextModel) -> None:
+    unix_time = virtual_loop().unix_time
+    async with open_bench(text, models=[ASLEEP]) as bench:
+        waiting = asyncio.create_task(bench.chat(max_tokens=3))
+        await asyncio.sleep(1.0)
+        await apply(bench, {**ASLEEP, "num_wanted": 0, "closed_until": unix_time() + 3600.0})
+        for answer in (await waiting, await bench.chat(max_tokens=3)):
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "3600")
+            assert "The hours of its replicas are used up until midnight UTC" in answer.text
+        assert [(await bench.client.get(path)).status_code for path in ("/ready", "/health", "/v1/models")] == [200] * 3
+        await asyncio.sleep(3600.0)
+        asking = asyncio.create_task(bench.chat(max_tokens=3))
+        await asyncio.sleep(1.0)
+        assert held(bench) == 1
+        await apply(bench, AWAKE)
+        assert (await asking).status_code == 200
+
+
+async def test_the_number_of_pods_that_are_wanted_is_on_the_metrics_page_and_changes_no_probe(text: TextModel) -> None:
+    async with open_bench(text, models=[{**ASLEEP, "num_pods": 3}]) as bench:
+        assert metric(bench.gateway, "headrace_replicas_wanted", model=MODEL) == 3
+        assert (await bench.client.get("/ready")).status_code == 200, "pods load elsewhere"
+        await apply(bench, ASLEEP)
+        assert "headrace_replicas_wanted{" not in (await bench.client.get("/metrics")).text
+
+
 async def test_what_waits_is_refused_once_the_model_cannot_be_served(text: TextModel) -> None:
     async with open_bench(text, models=[ASLEEP]) as bench:
         asking = asyncio.create_task(bench.chat())

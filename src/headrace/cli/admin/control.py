@@ -189,7 +189,11 @@ def _shown_model(model: Mapping[str, Any]) -> list[str]:
 
 def _shown_scaling(model: Mapping[str, Any]) -> list[str]:
     scaled = model.get("autoscale")
-    return [f"  by its load, {scaled['min']} to {scaled['max']}: {scaled['reason']}"] if scaled else []
+    if not scaled:
+        return []
+    used, hours = scaled.get("replica_hours_today"), scaled.get("replica_hours_per_day")
+    day = "" if hours is None else f", {'?' if used is None else f'{used:g}'} of {hours:g} replica-hours of the day"
+    return [f"  by its load, {scaled['min']} to {scaled['max']}{day}: {scaled['reason']}"]
 
 
 def _shown_replica(replica: Mapping[str, Any]) -> str:

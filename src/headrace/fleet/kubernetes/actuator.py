@@ -6,11 +6,13 @@ import asyncio
 import logging
 import secrets
 import socket
+import time
 from dataclasses import dataclass
 
 from headrace.core.errors import counted
 from headrace.fleet.autoscaling import ACTOR, NotScaling
 from headrace.fleet.commands import CommandAudit, no_operator
+from headrace.fleet.kept_scaling import closed_until
 from headrace.fleet.kubernetes.api import KubernetesApi, KubernetesFailed
 from headrace.fleet.kubernetes.lease import LeaderLease
 from headrace.fleet.kubernetes.scale import CONFLICT, WorkloadScaler
@@ -25,7 +27,10 @@ REPEAT_S = 30.0
 
 @dataclass(slots=True)
 class _Workload:
-    """grows_since: pods were added then, and some are not found yet; load_s: how long the last ones took"""
+    """
+    grows_since   pods were added then, and some are not found yet; load_s: how long the last ones took
+    num_before    until `left_at` there may be as many pods, some of which leave
+    """
 
     lease: LeaderLease
     holding: asyncio.Task[None]
@@ -34,6 +39,8 @@ class _Workload:
     written_at: float = 0.0
     grows_since: float | None = None
     load_s: float | None = None
+    num_before: int = 0
+    left_at: float = 0.0
 
 
 class PodActuator:
@@ -55,7 +62,12 @@ class PodActuator:
         """The pod that scales does not see what waits at this one, which no engine would ever take."""
         service = self._service(model)
         workload, num_held = self._workloads[service], sum(status.num_held for status in self._reconciler.view.of(model))
-        if not num_held or self._reconciler.found.get(service) or await workload.scaler.num_replicas():
+        [budget] = [self._reconciler.config.day_budget(spec) for spec in self._reconciler.config.models if spec.name == model]
+        if budget is not None and workload.lease.note is None:
+            return  # what the day leaves is not known yet
+        until = closed_until(budget, workload.lease.note or "", time.time())
+        self._reconciler.note_scaling(model, {} if until is None else {"closed_until": until})
+        if until is not None or not num_held or self._reconciler.found.get(service) or await workload.scaler.num_replicas():
             return
         try:
             await workload.scaler.scale(1)
@@ -73,6 +85,19 @@ class PodActuator:
             workload.load_s, workload.grows_since = now - workload.grows_since, None
         return workload.load_s
 
+    def num_existing(self, model: str) -> int:
+        """A pod that leaves is not found any more."""
+        service, workload = self._held(model)
+        num_before = workload.num_before if asyncio.get_running_loop().time() < workload.left_at else 0
+        return max(workload.written, num_before, len(self._reconciler.found.get(service, ())))
+
+    def found_note(self, model: str) -> str:
+        """Each pod has a state folder of its own, and another pod may have scaled since."""
+        return self._held(model)[1].lease.note or ""
+
+    def leave_note(self, model: str, note: str) -> None:
+        self._held(model)[1].lease.note = note
+
     async def scale(self, model: str, num_replicas: int, reason: str) -> None:
         service, workload = self._held(model)
         now = asyncio.get_running_loop().time()
@@ -89,6 +114,9 @@ class PodActuator:
         if before == num_replicas:
             return
         workload.grows_since = now if before < num_replicas else None
+        if before > num_replicas:
+            workload.num_before = max(before, workload.num_before if now < workload.left_at else 0)
+            workload.left_at = now + self._reconciler.config.leave_s
         await self._note(model, service, before, num_replicas, reason)
 
     async def _note(self, model: str, service: KubernetesService, before: int, num_replicas: int, reason: str) -> None:

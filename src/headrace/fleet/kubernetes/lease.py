@@ -26,9 +26,15 @@ GIVE_UP_S = 2.0
 
 NOT_FOUND, CONFLICT = 404, 409
 
+NOTE = "headrace/use-of-day"
+"""Annotation of a Lease."""
+
 
 class LeaderLease:
-    """identity: unlike that of every other pod, also of an earlier one of its name; failure: why it cannot be asked for"""
+    """identity: unlike that of every other pod, also of an earlier one of its name; failure: why it cannot be asked for
+
+    note  what its holder leaves to the next one: of this pod while it holds the Lease, else as it was last read; None: it never was
+    """
 
     def __init__(self, api: KubernetesApi, namespace: str, name: str, identity: str) -> None:
         self._api, self._namespace, self._name, self._identity = api, namespace, name, identity
@@ -37,6 +43,7 @@ class LeaderLease:
         self._seen: tuple[object, ...] = ()
         self._seen_at = 0.0
         self.failure = ""
+        self.note: str | None = None
 
     @property
     def is_held(self) -> bool:
@@ -68,11 +75,14 @@ class LeaderLease:
         except KubernetesFailed as error:
             if error.status != NOT_FOUND:
                 raise
+            self.note = self.note or ""
             await self._api.call("create", LEASES, self._namespace, body=self._made({"metadata": {"name": self._name}}))
             self._hold(began)
             return
         spec: dict[str, Any] = lease.get("spec") or {}
         holder, seen = spec.get("holderIdentity"), (spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions"))
+        if holder != self._identity:
+            self.note = ((lease.get("metadata") or {}).get("annotations") or {}).get(NOTE, "")
         now = self._clock()
         if seen != self._seen:  # counted from the answer on: its holder may have renewed it at any time before that
             self._seen, self._seen_at = seen, now
@@ -100,7 +110,10 @@ class LeaderLease:
             "renewTime": now,
             "leaseTransitions": int(before.get("leaseTransitions") or 0) + (not is_mine),
         }
-        return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", **lease, "spec": spec}
+        metadata: dict[str, Any] = lease.get("metadata") or {}
+        if self.note:
+            metadata = {**metadata, "annotations": {**(metadata.get("annotations") or {}), NOTE: self.note}}
+        return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", **lease, "metadata": metadata, "spec": spec}
 
     async def _give_up(self) -> None:
         """So that another pod need not wait for its end."""

@@ -123,7 +123,7 @@ class ModelOpener:
                 on_closed=partial(self.on_closed, config.name),
                 totals=self._held,
             )
-            _describe(pool, config)
+            self._describe(pool, config)
             await stack.enter_async_context(pool)
             upstream = self._engines(config, text, pool, foreign)
             return OpenModel(config, self._served(config, upstream), stack.pop_all(), foreign, text, pool, replicas)
@@ -149,7 +149,7 @@ class ModelOpener:
         def apply() -> None:
             if model.pool is not None:
                 model.pool.change(add=add.values(), retire=retire.values())
-                _describe(model.pool, config)
+                self._describe(model.pool, config)
             model.replicas = {known: replica for known, replica in (model.replicas | add).items() if known not in retire}
             model.config, model.served, model.text = config, served, text
 
@@ -157,7 +157,7 @@ class ModelOpener:
 
     def _changed(self, model: OpenModel, config: ModelConfig) -> ServedModel:
         """The same object if only replicas changed, else a new one with the same users."""
-        if replace(config, replicas=(), num_wanted=None) == replace(model.config, replicas=(), num_wanted=None):
+        if _without_numbers(config) == _without_numbers(model.config):
             return model.served
         upstream = model.served.upstream
         if model.pool is not None and model.text is not None:
@@ -178,6 +178,12 @@ class ModelOpener:
     def _served(self, config: ModelConfig, upstream: Upstream) -> ServedModel:
         return ServedModel(config.name, config.aliases, upstream, int(self._sources.unix_time()), fallbacks=config.fallbacks)
 
+    def _describe(self, pool: ReplicaPool, config: ModelConfig) -> None:
+        pool.unavailable, pool.starts_on_demand = config.unavailable, config.starts_on_demand
+        pool.num_wanted = config.num_wanted
+        closed_s = 0.0 if config.closed_until is None else config.closed_until - self._sources.unix_time()
+        pool.closed_until = self._sources.clock() + closed_s
+
     def _replica(self, config: ReplicaConfig, text: LoadedText, circuit: ReplicaCircuit) -> Replica:
         return Replica(ReplicaId(config.name), self._connect(config, text.model, self._sources.clock), circuit)
 
@@ -190,9 +196,8 @@ class ModelOpener:
         return open_upstream(config.name, config.upstreams, clock=sources.clock, unix_time=sources.unix_time, random=sources.random)
 
 
-def _describe(pool: ReplicaPool, config: ModelConfig) -> None:
-    pool.unavailable, pool.starts_on_demand = config.unavailable, config.starts_on_demand
-    pool.num_wanted = config.num_wanted
+def _without_numbers(config: ModelConfig) -> ModelConfig:
+    return replace(config, replicas=(), closed_until=None, num_wanted=None, num_pods=None)
 
 
 def _circuits(before: OpenModel | None, config: ModelConfig) -> dict[ReplicaConfig, ReplicaCircuit]:

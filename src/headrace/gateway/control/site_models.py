@@ -102,7 +102,9 @@ class SiteModels:
         return counts
 
     def num_wanted(self) -> Mapping[str, int]:
-        return {name: model.config.num_wanted for name, model in self.models.items() if model.config.num_wanted is not None}
+        configs = {name: model.config for name, model in self.models.items()}
+        wanted = {name: config.num_pods if config.num_wanted is None else config.num_wanted for name, config in configs.items()}
+        return {name: number for name, number in wanted.items() if number is not None}
 
     def upstream_readings(self) -> Iterator[UpstreamReading]:
         upstreams = [model.foreign for model in (*self.models.values(), *self._leaving)]

@@ -109,7 +109,9 @@ class ModelConfig:
     """upstreams    foreign servers: they answer all requests, or beside `replicas` those that no replica takes
     unavailable  why the model has no replica now, in words that clients may read; only with empty `replicas`
     starts_on_demand  with empty `replicas`, requests wait: one is started for them, or starts and is listed once it serves
+    closed_until  with empty `replicas`, no request starts one before this Unix time
     num_wanted   replicas that the supervisor wants, for the metrics page; None: they run elsewhere
+    num_pods     pods (or groups of them) that this deployment wants, for the metrics page; None: it does not scale them
 
     tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: chosen by the chat template
     """
@@ -124,7 +126,9 @@ class ModelConfig:
     fallbacks: Fallbacks = NO_FALLBACKS
     unavailable: str = ""
     starts_on_demand: bool = False
+    closed_until: float | None = None
     num_wanted: int | None = None
+    num_pods: int | None = None
 
 
 def check_models(models: tuple[ModelConfig, ...]) -> None:

@@ -113,6 +113,7 @@ class Glance(NamedTuple):
 
 class ReplicaPool:
     """unavailable    why there is no replica, in words that clients may read; empty if there are some, or `starts_on_demand`
+    closed_until  seconds on `clock`: without a replica, no request starts one before then
     num_wanted  the supervisor that wrote the configuration starts them, and drops one that cannot start; None: they run elsewhere
     failover_s, routing, admission  as in `PoolRules`
     """
@@ -135,6 +136,7 @@ class ReplicaPool:
         self.replicas = tuple(replicas)
         self.retired: tuple[Replica, ...] = ()
         self.unavailable, self.starts_on_demand = "", False
+        self.closed_until = clock()
         self.num_wanted: int | None = None
         self._is_leaving = False
         self._held = HeldRequests(totals or HeldTotals(), clock)
@@ -289,6 +291,10 @@ class ReplicaPool:
         return self.starts_on_demand and not (self.replicas or self.unavailable)
 
     @property
+    def is_closed(self) -> bool:
+        return not self.replicas and self.clock() < self.closed_until
+
+    @property
     def is_asleep(self) -> bool:
         return self.is_awaited and not self.num_wanted
 
@@ -298,7 +304,7 @@ class ReplicaPool:
         if self._is_leaving:
             return 0.0
         if not self.replicas:
-            return HOLD_S if self.is_awaited else 0.0
+            return HOLD_S if self.is_awaited and not self.is_closed else 0.0
         may_come = self._has_new or any(replica.is_asleep for replica in self.replicas)
         return HOLD_S if may_come else self.failover_s
 
@@ -433,6 +439,9 @@ class ReplicaPool:
         return started(fit, [started_share(seconds, self._slow_start_s) for seconds in connected_s], self._random)
 
     def why_unavailable(self) -> Unavailable:
+        if self.is_closed:
+            reason = f"The model {self.model} cannot be served now. The hours of its replicas are used up until midnight UTC."
+            return Unavailable(reason, retry_after_s=self.closed_until - self.clock())
         if self.unavailable and not self.replicas:
             return Unavailable(f"The model {self.model} cannot be served now. {self.unavailable}", retry_after_s=UNAVAILABLE_RETRY_S)
         return Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)

@@ -185,7 +185,7 @@ class TokenUpstream(Upstream):
     def _info(self) -> ModelInfo:
         info = self._pool.info
         if info is None:
-            if self._pool.unavailable:
+            if self._pool.unavailable or self._pool.is_closed:
                 raise self._pool.why_unavailable()
             raise Unavailable(f"The model {self._pool.model} is still starting.", retry_after_s=2.0)
         return info
