@@ -34,7 +34,9 @@ class Tier:
         above=0.0,
         high=MAX_WEIGHT,
     )
-    requests_per_minute: int | None = option(None, "Requests that a tenant may start in a sliding minute ([limits.md](limits.md#counters-and-reservations)).", low=1)
+    requests_per_minute: int | None = option(
+        None, "Requests that a tenant may start in a sliding minute ([limits.md](limits.md#counters-and-reservations)).", low=1
+    )
     input_tokens_per_minute: int | None = option(None, "Prompt tokens in a sliding minute.", low=1)
     output_tokens_per_minute: int | None = option(None, "Generated tokens in a sliding minute.", low=1)
     user_requests_per_minute: int | None = option(None, "Requests of each user of a tenant in a sliding minute.", low=1)
