@@ -136,7 +136,8 @@ async def test_a_model_grows_and_is_replaced_while_the_canary_of_another_serves(
         assert (await rollout)[-1] == {"event": "done"}
 
 
-async def test_a_standby_that_hung_is_started_again_once_it_is_taken() -> None:
+@pytest.mark.parametrize("load_s", [0.0, 7.3])
+async def test_a_standby_that_hung_is_started_again_once_it_is_taken(load_s: float) -> None:
     async with scripted_site(specs=scaled(2, standby=1), hang_timeout_s=20.0) as site:
         await eventually(lambda: site.is_launched("tiny-1") and site.process("tiny-1").ready.done())
         await asyncio.sleep(SOON_S)
@@ -147,7 +148,10 @@ async def test_a_standby_that_hung_is_started_again_once_it_is_taken() -> None:
         await asyncio.wait_for(before.exited, 60)
         site.script.silent.clear()
         site.script.not_ready.clear()
+        site.script.loading.add("tiny-1")
         await eventually(lambda: site.process("tiny-1") is not before)
+        await asyncio.sleep(load_s)
+        site.script.loading.clear()
         await asyncio.sleep(SOON_S)
         assert (await site.phases())["tiny-1"] == "serving"
 

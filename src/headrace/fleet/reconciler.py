@@ -248,7 +248,7 @@ class Reconciler:
         if any(target.rollout is not None for target in self.deployment.targets.values()):
             return True
         return any(
-            replica.phase is ReplicaPhase.DRAINING or (replica.phase is ReplicaPhase.STARTING and self.processes[name].keeper.is_serving)
+            replica.phase is ReplicaPhase.DRAINING or (replica.phase is ReplicaPhase.STARTING and self.processes[name].has_served)
             for name, replica in self.deployment.replicas.items()
         )
 
