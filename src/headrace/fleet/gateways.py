@@ -101,11 +101,11 @@ class GatewayGroup:
 
     async def view(self) -> GatewaysView:
         serving = [keeper for keeper in self.keepers if keeper.is_serving]
-        answers = dict(zip(serving, await asyncio.gather(*map(_status, serving)), strict=True))
-        answered = {keeper: answer for keeper, answer in answers.items() if answer is not None}
+        asked = zip(serving, await asyncio.gather(*map(_status, serving)), strict=True)
         # One that has ended meanwhile has no requests, and sees nothing.
-        silent = [keeper.label for keeper in serving if keeper not in answered and keeper.is_serving]
-        return GatewaysView([answer for keeper, answer in answered.items() if keeper.is_serving], silent)
+        answers = {keeper.label: answer for keeper, answer in asked if keeper.is_serving}
+        silent = [label for label, answer in answers.items() if answer is None]
+        return GatewaysView([answer for answer in answers.values() if answer is not None], silent)
 
 
 async def _status(keeper: ProcessKeeper) -> ModelStatuses | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""A request waits this long more where its engine sleeps."""
+"""A request waits this long more where its engine sleeps, and as long as the view is old."""
 
 
 class EngineSlices:

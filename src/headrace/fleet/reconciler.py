@@ -75,6 +75,7 @@ class Reconciler:
         self.gateways = gateways
         self.progress = Progress()
         self.view = GatewaysView()
+        self._asked_at = -math.inf
         self._drain_s: dict[str, float] = {}
         self._canaries: dict[str, CanaryWatch] = {}
         self._is_frozen = False
@@ -198,8 +199,11 @@ class Reconciler:
         [alike] = spec.remote
         return replace(spec, remote=tuple({**alike, **engine} for engine in self.found.get(spec.kubernetes, ())))
 
-    async def look(self) -> None:
-        self.view = await self.gateways.view()
+    async def look(self, max_age_s: float = POLL_S) -> None:
+        """Asks the gateways, unless the view is one that was asked for, by any caller, less than max_age_s ago."""
+        now = asyncio.get_running_loop().time()
+        if now - self._asked_at >= max_age_s:
+            self.view, self._asked_at = await self.gateways.view(), now
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with self._round_done:
@@ -255,7 +259,7 @@ class Reconciler:
     # -- one round -----------------------------------------------------------------------------------------------------------------
 
     async def _observe(self) -> None:
-        self.view = await self.gateways.view()
+        await self.look(0.0)  # whether a replica is still in use is asked after the gateways have read the list without it
         now = asyncio.get_running_loop().time()
         for name, replica in [*self.deployment.replicas.items()]:
             process = self.processes[name]

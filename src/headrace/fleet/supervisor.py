@@ -52,9 +52,6 @@ LOOK_S = 1.0
 GATEWAY_LOOKS = 4
 """Looks until a silent gateway has hung, about ten seconds: each waits `gateways.STATUS_TIMEOUT_S`."""
 
-Hung = tuple[str, int | None, int]
-"""Label, process id, number of answers so far."""
-
 
 class FleetExit(IntEnum):
     DRAINED = 0
@@ -220,11 +217,14 @@ async def _discover(reconciler: Reconciler) -> None:
 
 
 class HangWatch:
-    """Ends the processes that hang (docs/fleet.md): gateways that answer nothing, and engines that no gateway can use."""
+    """Ends the processes that hang (docs/fleet.md): gateways that answer nothing, and engines that no gateway can use.
+
+    A process that has answered meanwhile counts as another one.
+    """
 
     def __init__(self, reconciler: Reconciler) -> None:
         self._reconciler = reconciler
-        self._looks: dict[Hung, int] = {}
+        self._num_looks: dict[tuple[str, int | None, int], int] = {}
 
     async def run(self) -> None:
         while True:
@@ -235,44 +235,28 @@ class HangWatch:
                 log.exception("looking for processes that hang failed")
 
     async def look(self) -> None:
-        limit_s = self._reconciler.config.hang_timeout_s
+        before, self._num_looks, limit_s = self._num_looks, {}, self._reconciler.config.hang_timeout_s
         if not limit_s:
-            self._looks.clear()
             return
-        await self._reconciler.look()
-        gateways, engines = [*self._silent_gateways()], [*self._lost_engines()]
-        self._count([_hung(keeper) for keeper in (*gateways, *(keeper for keeper, _ in engines))])
-        for keeper in gateways:
-            if self._has_hung(keeper, min(GATEWAY_LOOKS, math.ceil(limit_s / LOOK_S))):
-                log.error("%s answers nothing: it is killed, and started again", keeper.label)
-                keeper.restart()
-        for keeper, reason in engines:
-            if self._has_hung(keeper, math.ceil(limit_s / LOOK_S)):
-                log.error("no gateway could use %s for %g s (%s): it is killed, and started again", keeper.label, limit_s, reason)
+        await self._reconciler.look(LOOK_S)
+        for keeper, max_looks, reason in self._suspects(limit_s):
+            process = keeper.label, keeper.pid, keeper.asked.num_answers if keeper.asked is not None else 0
+            self._num_looks[process] = before.get(process, 0) + 1
+            if self._num_looks[process] >= max_looks:
+                log.error("%s: it is killed, and started again", reason)
                 keeper.restart()
 
-    def _silent_gateways(self) -> Iterator[ProcessKeeper]:
-        silent = self._reconciler.view.silent
-        return (keeper for keeper in self._reconciler.gateways.keepers if keeper.label in silent)
-
-    def _lost_engines(self) -> Iterator[tuple[ProcessKeeper, str]]:
-        """Only engines that have served or stood by: for others a new process would not help."""
-        view = self._reconciler.view
-        for name, replica in self._reconciler.deployment.replicas.items():
-            keeper = self._reconciler.processes[name].keeper
+    def _suspects(self, limit_s: float) -> Iterator[tuple[ProcessKeeper, int, str]]:
+        """With the number of looks until it has hung, and the reason. Engines that have not loaded would gain nothing by a new process."""
+        reconciler, view, max_looks = self._reconciler, self._reconciler.view, math.ceil(limit_s / LOOK_S)
+        for keeper in reconciler.gateways.keepers:
+            if keeper.label in view.silent:
+                yield keeper, GATEWAY_LOOKS, f"{keeper.label} answers nothing"
+        for name, replica in reconciler.deployment.replicas.items():
+            keeper = reconciler.processes[name].keeper
             has_loaded = replica.phase is ReplicaPhase.SERVING or (replica.phase is ReplicaPhase.STARTING and replica.was_loaded)
             if has_loaded and keeper.is_serving and view.is_lost(replica.model, name):
-                yield keeper, view.why_not_ready(replica.model, name)
-
-    def _count(self, hung: Iterable[Hung]) -> None:
-        self._looks = {each: self._looks.get(each, 0) + 1 for each in hung}
-
-    def _has_hung(self, keeper: ProcessKeeper, num_looks: int) -> bool:
-        return self._looks[_hung(keeper)] >= num_looks
-
-
-def _hung(keeper: ProcessKeeper) -> Hung:
-    return keeper.label, keeper.pid, keeper.asked.num_answers if keeper.asked is not None else 0
+                yield keeper, max_looks, f"no gateway could use {name} for {limit_s:g} s ({view.why_not_ready(replica.model, name)})"
 
 
 def _named(gateways: Sequence[ProcessKeeper]) -> str:
