@@ -72,8 +72,7 @@ class EngineSlices:
             if phase is SlicePhase.STARTING:
                 self._turns.pop(name).set()
                 continue
-            level = SleepLevel.DISK if phase is SlicePhase.FALLING_ASLEEP else None
-            task = asyncio.create_task(self._change(slices, reconciler.processes[name], level), name=f"{phase}: {name}")
+            task = asyncio.create_task(self._change(slices, reconciler.processes[name], phase), name=f"{phase}: {name}")
             self._changes.add(task)
             task.add_done_callback(self._changes.discard)
 
@@ -87,7 +86,7 @@ class EngineSlices:
         elif process.failure is not None or process.has_ended:
             slices.gave_up(name, now)
         elif process.keeper.is_serving:
-            slices.has_started(name, now)
+            slices.carried_out(name, SlicePhase.STARTING, now)
         num_open, load = view.num_open(replica.model, name), view.load(replica.model, name)
         num_tokens = 0 if load is None else load.num_tokens
         is_used = num_open is None or num_tokens != self._num_tokens.get(name, num_tokens)
@@ -96,16 +95,16 @@ class EngineSlices:
         num_held = sum(status.num_held for status in view.of(replica.model)) if is_newest else 0
         slices.seen(name, now, num_open=num_open or 0, num_held=num_held, is_used=is_used)
 
-    async def _change(self, slices: Slices, process: ReplicaProcess, level: SleepLevel | None) -> None:
+    async def _change(self, slices: Slices, process: ReplicaProcess, phase: SlicePhase) -> None:
         name, loop = process.files.name, asyncio.get_running_loop()
         if (asked := process.keeper.asked) is None:
             return  # it has ended, and asks for its turn
         try:
-            await asked.change_sleep(level)
+            await asked.change_sleep(SleepLevel.DISK if phase is SlicePhase.FALLING_ASLEEP else None)
         except Unavailable:
             return
         except ReloadRefused as error:
             log.warning("%s does not sleep: %s", name, error)
             slices.refused_sleep(name, loop.time())
         else:
-            (slices.is_awake if level is None else slices.is_asleep)(name, loop.time())
+            slices.carried_out(name, phase, loop.time())

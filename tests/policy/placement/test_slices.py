@@ -73,11 +73,7 @@ class Site:
             self.due.remove(change)
             if phase is SlicePhase.FALLING_ASLEEP:
                 assert not self.open[name], "it sleeps in mid-stream"
-                self.slices.is_asleep(name, self.now)
-            elif phase is SlicePhase.STARTING:
-                self.slices.has_started(name, self.now)
-            else:
-                self.slices.is_awake(name, self.now)
+            self.slices.carried_out(name, phase, self.now)
 
     def run(self, seconds: float) -> None:
         for _ in range(round(seconds / TICK_S)):
@@ -170,12 +166,12 @@ def test_one_that_refuses_to_sleep_stays_awake_and_is_asked_again() -> None:
         slices.add(name, 10, 0.0)
         slices.wants_start(name, 0.0)
     assert slices.actions(0.0) == [SliceAction("a", SlicePhase.STARTING)]
-    slices.has_started("a", 1.0)
+    slices.carried_out("a", SlicePhase.STARTING, 1.0)
     assert slices.actions(2.0) == [SliceAction("a", SlicePhase.FALLING_ASLEEP)]
     slices.refused_sleep("a", 2.0)
     assert slices.actions(3.0) == []
     assert slices.actions(7.5) == [SliceAction("a", SlicePhase.FALLING_ASLEEP)]
-    slices.is_asleep("a", 8.0)
+    slices.carried_out("a", SlicePhase.FALLING_ASLEEP, 8.0)
     assert slices.actions(8.0) == [SliceAction("b", SlicePhase.STARTING)]
 
 

@@ -33,8 +33,15 @@ class SlicePhase(StrEnum):
     WAKING = "waking"
 
 
+NEXT_PHASES = {
+    SlicePhase.STARTING: SlicePhase.AWAKE,
+    SlicePhase.WAKING: SlicePhase.AWAKE,
+    SlicePhase.FALLING_ASLEEP: SlicePhase.ASLEEP,
+}
+
+
 class SliceAction(NamedTuple):
-    """phase: the one that the engine enters: STARTING, WAKING or FALLING_ASLEEP"""
+    """phase: the one that the engine enters, of NEXT_PHASES"""
 
     name: str
     phase: SlicePhase
@@ -121,22 +128,12 @@ class Slices:
         if each.phase in (SlicePhase.ASLEEP, SlicePhase.FALLING_ASLEEP):
             each.waiting_since = (each.waiting_since or now) if num_held else None
 
-    def has_started(self, name: str, now: float) -> None:
-        self._awaken(name, SlicePhase.STARTING, now)
-
-    def is_awake(self, name: str, now: float) -> None:
-        self._awaken(name, SlicePhase.WAKING, now)
-
-    def _awaken(self, name: str, before: SlicePhase, now: float) -> None:
+    def carried_out(self, name: str, phase: SlicePhase, now: float) -> None:
+        """What the engine was to do in this phase. Does nothing where it is in another one: it has died meanwhile."""
         each = self._by_name.get(name)
-        if each is not None and each.phase is before:
-            each.enter(SlicePhase.AWAKE, now)
+        if each is not None and each.phase is phase:
+            each.enter(NEXT_PHASES[phase], now)
             each.used_at = now
-
-    def is_asleep(self, name: str, now: float) -> None:
-        each = self._by_name.get(name)
-        if each is not None and each.phase is SlicePhase.FALLING_ASLEEP:
-            each.enter(SlicePhase.ASLEEP, now)
 
     def refused_sleep(self, name: str, now: float) -> None:
         each = self._by_name.get(name)
