@@ -65,7 +65,7 @@ class AdapterLists:
             raise ConfigError("NAME", f"{name!r} is not a model name", "Letters, digits and ._/:@- only, at most 256.")
         if reason := _why_taken(config, name):
             raise ConfigError("NAME", f"{name!r} {reason}", "Load it under another name.")
-        if other := next((each for each in self.loaded if name in self.loaded[each] and each != model and _serves(config, each)), None):
+        if other := next((each for each in self.loaded if name in self.loaded[each] and each != model and config.spec(each)), None):
             raise ConfigError("NAME", f"{name!r} is an adapter of {other}", "Load it under another name.")
         folder = str(folder_below(config.adapters_root, path))
         loaded = {**self.loaded, model: {**self.loaded.get(model, {}), name: folder}}
@@ -85,10 +85,6 @@ class AdapterLists:
         rest = {each: path for each, path in self.loaded[model].items() if each != name}
         left_out = {place: reason for place, reason in self.left_out.items() if place != (model, name)}
         return replace(self, loaded={**self.loaded, model: rest}, left_out=left_out)
-
-
-def _serves(config: FleetConfig, model: str) -> bool:
-    return any(spec.name == model for spec in config.models)
 
 
 def read_lists(config: FleetConfig) -> AdapterLists:

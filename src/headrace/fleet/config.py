@@ -237,6 +237,9 @@ class FleetConfig(FleetOptions):
                 raise ConfigError("sleep_budget_bytes", reason, "Leave out one of the two.")
         return self
 
+    def spec(self, model: str) -> ModelSpec | None:
+        return next((spec for spec in self.models if spec.name == model), None)
+
     def engine_options(self, model: ModelSpec) -> Mapping[str, object]:
         """An engine that shares the budget has all of it unless its options say less."""
         if not model.sleeps or model.engine.get("memory_bytes") is not None:

@@ -209,20 +209,21 @@ class FleetControl:
 
     async def scale(self, model: str, replicas: int, hear: Hear = no_operator) -> list[str]:
         with self._slot.held(f"scale {model}={replicas}") as let_others_in:
-            workload = self._workload_of(model)
-            most = MAX_REPLICAS if workload is None else MAX_ENGINES
+            spec = self._reconciler.config.spec(model)
+            pods = None if spec is None or spec.kubernetes is None or not spec.kubernetes.workload else spec.kubernetes
+            most = MAX_REPLICAS if pods is None else MAX_ENGINES
             if not 1 <= replicas <= most:
                 raise ConfigError(f"{model}={replicas}", f"{replicas} is outside 1..{most}", "A model is removed in the file.")
-            if (autoscale := next((spec.autoscale for spec in self._reconciler.config.models if spec.name == model), None)) is not None:
-                reason = f"the load decides, between {autoscale.min} and {autoscale.max}"
+            if spec is not None and spec.autoscale is not None:
+                reason = f"the load decides, between {spec.autoscale.min} and {spec.autoscale.max}"
                 remedy = "Change autoscale in the file and reload; without it this command decides."
                 raise ConfigError(f"{model}={replicas}", reason, remedy)
-            if workload is not None:
-                before = await scale_pods(workload, replicas)
-                say(hear, f"{model}: {workload.workload} had {counted(before, 'pod')}, {replicas} are wanted now; they are used once ready")
+            if pods is not None:
+                before = await scale_pods(pods, replicas)
+                say(hear, f"{model}: {pods.workload} had {counted(before, 'pod')}, {replicas} are wanted now; they are used once ready")
                 return []
             self._known(model)
-            if replicas > 1 and self._sleeps(model):
+            if replicas > 1 and spec is not None and spec.sleeps:
                 raise ConfigError(f"{model}={replicas}", "is more than the one replica of a model that sleeps")
 
             def command(deployment: Deployment) -> list[ModelProgress]:
@@ -235,7 +236,7 @@ class FleetControl:
 
     async def change_sleep(self, model: str, level: SleepLevel | None, hear: Hear = no_operator) -> list[str]:
         """Returns once every replica of the model sleeps, or with None is awake. Each finishes its requests first."""
-        if self._sleeps(model):
+        if (spec := self._reconciler.config.spec(model)) is not None and spec.sleeps:
             raise ConfigError("MODEL", f"{model} sleeps and wakes by itself, as requests come", "Its `sleeps` in the file says so.")
         names = [replica.name for replica in self._reconciler.deployment.listed(self._known(model))]
         serving = {name: asked for name in names if (asked := self._reconciler.processes[name].keeper.asked) is not None}
@@ -261,13 +262,6 @@ class FleetControl:
         _check_within(within_s)
         await self._drain_all(within_s)
         return []
-
-    def _workload_of(self, model: str) -> KubernetesService | None:
-        services = [spec.kubernetes for spec in self._reconciler.config.models if spec.name == model]
-        return next((service for service in services if service is not None and service.workload), None)
-
-    def _sleeps(self, model: str) -> bool:
-        return any(spec.sleeps for spec in self._reconciler.config.models if spec.name == model)
 
     def _known(self, model: str) -> str:
         targets = self._reconciler.deployment.targets

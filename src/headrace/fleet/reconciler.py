@@ -451,17 +451,11 @@ class Reconciler:
                 await self.until(self._is_all_decided)
 
     def _is_all_decided(self) -> bool:
-        return all(map(self._is_decided, self.deployment.replicas)) and self._hopeless_failure() is None
+        processes = map(self.processes.__getitem__, self.deployment.replicas)
+        return all(each.failure is not None or each.has_served for each in processes) and self._hopeless_failure() is None
 
     def _is_anything_served(self) -> bool:
-        return self._is_served_elsewhere() or self.processes.has_served
-
-    def _is_served_elsewhere(self) -> bool:
-        return any(model.upstreams or not model.replicas for model in self.config.models)
+        return self.processes.has_served or any(model.upstreams or not model.replicas for model in self.config.models)
 
     def _hopeless_failure(self) -> HeadraceError | None:
         return None if self._is_anything_served() else self.processes.failure_of_all()
-
-    def _is_decided(self, name: str) -> bool:
-        process = self.processes[name]
-        return process.failure is not None or process.has_served

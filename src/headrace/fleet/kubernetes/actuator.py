@@ -13,9 +13,9 @@ from headrace.core.errors import counted
 from headrace.fleet.autoscaling import ACTOR, NotScaling
 from headrace.fleet.commands import CommandAudit, no_operator
 from headrace.fleet.kept_scaling import closed_until
-from headrace.fleet.kubernetes.api import KubernetesApi, KubernetesFailed
+from headrace.fleet.kubernetes.api import CONFLICT, KubernetesApi, KubernetesFailed
 from headrace.fleet.kubernetes.lease import LeaderLease
-from headrace.fleet.kubernetes.scale import CONFLICT, WorkloadScaler
+from headrace.fleet.kubernetes.scale import WorkloadScaler
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.reconciler import Reconciler
 

@@ -32,6 +32,8 @@ MAX_ANSWER_BYTES = 32 << 20
 MAX_EVENT_BYTES = 4 << 20
 """An object has 1.5 MiB at most in the cluster's store."""
 
+NOT_FOUND, CONFLICT = 404, 409
+
 METHODS = {"get": "GET", "list": "GET", "watch": "GET", "create": "POST", "update": "PUT", "patch": "PATCH"}
 """By a Role's verbs."""
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from headrace.fleet.kubernetes.api import ApiResource, KubernetesApi, KubernetesFailed, KubernetesObject
+from headrace.fleet.kubernetes.api import CONFLICT, NOT_FOUND, ApiResource, KubernetesApi, KubernetesFailed, KubernetesObject
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +23,6 @@ LEASE_S, HELD_S, RENEW_S = 15, 10.0, 4.0
 """A Lease's length, how long a renewal counts for its holder, and the time between two renewals."""
 
 GIVE_UP_S = 2.0
-
-NOT_FOUND, CONFLICT = 404, 409
 
 NOTE = "headrace/use-of-day"
 """Annotation of a Lease."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.fleet.kubernetes.api import ApiResource, KubernetesApi, KubernetesFailed, KubernetesObject
+from headrace.fleet.kubernetes.api import CONFLICT, ApiResource, KubernetesApi, KubernetesFailed, KubernetesObject
 from headrace.fleet.kubernetes.service import WORKLOADS
-
-CONFLICT = 409
 
 
 class WorkloadScaler:

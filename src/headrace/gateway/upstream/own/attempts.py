@@ -397,11 +397,8 @@ class CallAttempts:
         remaining_s = group.wait_until - self._pool.clock()
         if remaining_s <= TIMER_EARLY_S or (self._call.has_fallback and not self._num_read):
             self._give_up(group.numerics, error)
-        await self._wait_for_change(group, remaining_s)
-
-    async def _wait_for_change(self, group: SequenceGroup, timeout_s: float) -> None:
         group.tried.clear()
-        await self._wait_for(asyncio.create_task(self._pool.wait_for_change()), timeout_s)
+        await self._wait_for(asyncio.create_task(self._pool.wait_for_change()), remaining_s)
 
     async def _wait_for(self, wait: asyncio.Task[Any], timeout_s: float) -> None:
         self._waits.add(wait)
