@@ -199,12 +199,16 @@ def _with_drain(config: FleetConfig) -> dict[str, object]:
 
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
-    """Whole or not at all: a process that is being started again may be reading the file."""
-    new = path.with_suffix(".new")
     with _written(path):
-        new.touch(mode=0o600)
-        new.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        new.replace(path)
+        write_process_file(path, content)
+
+
+def write_process_file(path: Path, content: Mapping[str, object]) -> None:
+    """Whole or not at all: a process that is being started again may be reading the file. Raises OSError."""
+    new = path.with_suffix(".new")
+    new.touch(mode=0o600)
+    new.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    new.replace(path)
 
 
 def _default_parent() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -80,6 +81,17 @@ async def test_a_reason_of_the_engine_travels_with_its_end() -> None:
     [*_, ended] = await node.until_ended()
     assert ended.about == {"status": 78, "label": "tiny-0", "reason": "is cut short", "can_retry": False}
     assert await node.agent.reload(node.order.configs, {}) == {"event": "reloaded"}, "the next one reads the file"
+
+
+async def test_a_file_that_cannot_be_written_at_a_reload_is_an_answer() -> None:
+    node = Node()
+    await node.agent.start(node.order)
+    shutil.rmtree(node.process.path.parent)
+    answer = await node.agent.reload(node.order.configs, {})
+    assert answer["event"] == "refused"
+    assert "No such file" in str(answer["reason"])
+    node.process.kill()
+    await node.until_ended()
 
 
 async def test_lines_that_are_not_taken_are_dropped_and_counted() -> None:

@@ -7,7 +7,6 @@ processes end with the agent, which holds their leashes.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from headrace import __version__
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, Unavailable
 from headrace.core.sleep import SleepLevel
 from headrace.fleet.authority import pem_of_key, write_folder
-from headrace.fleet.files import rank_label
+from headrace.fleet.files import rank_label, write_process_file
 from headrace.fleet.launcher import Child, Launcher, ProcessLauncher, Say, launch_ranks
 from headrace.fleet.weights import resolve_adapter, resolve_model
 from headrace.machine.locked_folders import LockedFolder, remove_unlocked
@@ -157,7 +156,7 @@ class NodeAgent:
             self._order = replace(self._order, sources=sources)
             try:
                 await asyncio.to_thread(self._write, self._order, configs)
-            except HeadraceError as error:
+            except (HeadraceError, OSError) as error:
                 return {"event": "refused", "reason": str(error)}
         try:
             return {"event": "reloaded", **await self._child.asked.reload()}
@@ -208,10 +207,7 @@ class NodeAgent:
         assert self._folder is not None, "it is made first"
         paths = [self._folder.path / f"{rank_label('engine', rank)}.json" for rank in range(len(configs))]
         for path, content in zip(paths, configs, strict=True):
-            new = path.with_suffix(".new")
-            new.touch(mode=0o600)
-            new.write_text(json.dumps(self._placed(order, content, len(configs))), encoding="utf-8")
-            new.replace(path)
+            write_process_file(path, self._placed(order, content, len(configs)))
         return paths
 
     def _placed(self, order: NodeOrder, content: Content, num_ranks: int) -> Content:
