@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, RegistryFailed
 from headrace.core.sleep import SleepLevel
 from headrace.core.strict_decode import decode
+from headrace.core.tasks import RunningTasks, end_tasks
 from headrace.fleet.admin_listen import AdminAddress
 from headrace.fleet.commands import ControlBusy, Hear
 from headrace.fleet.control import FleetControl, Promotion
@@ -177,7 +178,7 @@ class _AdminServer:
         self._control = control
         self._expected = f"Bearer {token}".encode()
         self._requests = requests
-        self._running: set[asyncio.Task[list[str]]] = set()
+        self._running = RunningTasks()
         self.commands: dict[str, Command] = {
             "reload": self._reload,
             "rollout": self._roll_out,
@@ -190,9 +191,7 @@ class _AdminServer:
         }
 
     async def close(self) -> None:
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await end_tasks(self._running)
 
     async def status(self, request: web.Request) -> web.Response:
         from aiohttp import web
@@ -230,9 +229,7 @@ class _AdminServer:
             lines.put_nowait({"event": "progress", "text": text})
 
         actor = f"{_user_at(request)}, through the admin socket"
-        task = asyncio.create_task(self._audited(request.path.removeprefix("/"), body, actor, hear), name=f"command {request.path}")
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task = self._running.start(self._audited(request.path.removeprefix("/"), body, actor, hear), f"command {request.path}")
         task.add_done_callback(lambda done: lines.put_nowait(_end_of(done)))
         response = web.StreamResponse(headers={"content-type": "application/x-ndjson"})
         await response.prepare(request)

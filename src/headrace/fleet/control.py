@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headrace.core.errors import ConfigError, HeadraceError, counted
 from headrace.core.sleep import SleepLevel
+from headrace.core.tasks import RunningTasks, end_tasks
 from headrace.fleet.adapter_commands import AdapterCommands
 from headrace.fleet.autoscaling import Actuator, Autoscaling, ProcessActuator, ScaledModel
 from headrace.fleet.commands import CommandAudit, CommandSlot, ControlBusy, Hear, ModelProgress, no_operator, say
@@ -390,11 +391,7 @@ def _check_within(within_s: float) -> None:
 @asynccontextmanager
 async def reloading_when_asked(asked: asyncio.Event, control: FleetControl) -> AsyncIterator[None]:
     """Reload each time `asked` is set, until the block ends. Signals that arrive while a command runs lead to one reload after it."""
-    running: set[asyncio.Task[None]] = set()
-
-    def begin(work: asyncio.Task[None]) -> None:
-        running.add(work)
-        work.add_done_callback(running.discard)
+    running = RunningTasks()
 
     async def listen() -> None:
         while True:
@@ -402,17 +399,14 @@ async def reloading_when_asked(asked: asyncio.Event, control: FleetControl) -> A
             await control.idle()
             asked.clear()
             # A task: a reload that waits for an engine to start must not keep the next one waiting.
-            begin(asyncio.create_task(_reload(control), name="reload on SIGHUP"))
+            running.start(_reload(control), "reload on SIGHUP")
             await asyncio.sleep(0)
 
-    begin(asyncio.create_task(listen(), name="SIGHUP"))
+    running.start(listen(), "SIGHUP")
     try:
         yield
     finally:
-        ending = [*running]
-        for task in ending:
-            task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        await end_tasks(running)
 
 
 async def _reload(control: FleetControl) -> None:

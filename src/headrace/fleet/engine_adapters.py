@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from headrace.core.errors import ConfigError
+from headrace.core.tasks import RunningTasks
 from headrace.fleet.adapters import AdapterLists
 from headrace.fleet.config import ModelSpec, runs_alike
 from headrace.fleet.files import write_adapters
@@ -24,7 +24,7 @@ class EngineAdapters:
     def __init__(self, lists: AdapterLists, processes: ReplicaProcesses) -> None:
         self.lists = lists
         self._processes = processes
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = RunningTasks()
 
     @asynccontextmanager
     async def changed(self, lists: AdapterLists, models: Sequence[ModelSpec], required: str = "") -> AsyncIterator[None]:
@@ -43,7 +43,7 @@ class EngineAdapters:
         except (Exception, asyncio.CancelledError):
             self.lists = before
             _set_specs(following, specs_before)
-            await asyncio.shield(self._kept_task(self._go_back(models), "adapters before"))
+            await asyncio.shield(self._tasks.start(self._go_back(models), "adapters before"))
             raise
 
     def digests(self, model: str) -> dict[str, Mapping[str, str]]:
@@ -60,17 +60,11 @@ class EngineAdapters:
                 continue
             self._write(process, "")
             # It may have read its file already, and answers once it serves.
-            self._kept_task(self._when_it_serves(process), f"adapters of {process.files.name}")
+            self._tasks.start(self._when_it_serves(process), f"adapters of {process.files.name}")
         refusals = await asyncio.gather(*(self._reload(process, required) for process in serving))
         for process, reason in zip(serving, refusals, strict=True):
             if reason:
                 raise ReloadRefused(f"{process.files.name}: {reason}")
-
-    def _kept_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     def _following(self, models: Sequence[ModelSpec]) -> list[ReplicaProcess]:
         """One with other options is being replaced, and keeps its list."""

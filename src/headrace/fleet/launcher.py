@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
+from headrace.core.tasks import end_tasks
 from headrace.machine.signals import first_of
 from headrace.observe.logs import ENVIRONMENT as LOG_FORMAT
 from headrace.observe.logs import LogFormat, relay
@@ -113,9 +114,7 @@ class ChildProcess:
             self.kill()
             self.ready.cancel()
             self.asked.close()
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+            await end_tasks(pumps)
 
     def _write(self, data: bytes) -> None:
         if self._writer is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from headrace.core.errors import Unavailable
 from headrace.core.sleep import SleepLevel
+from headrace.core.tasks import RunningTasks, end_tasks
 from headrace.fleet.replica_processes import ReplicaProcess
 from headrace.policy.deployment import PlannedReplica
 from headrace.policy.placement.slices import SlicePhase, Slices
@@ -28,7 +29,7 @@ class EngineSlices:
         self.slices = None if budget_bytes is None else Slices(budget_bytes)
         self._turns: dict[str, asyncio.Event] = {}
         self._asking: set[str] = set()
-        self._changes: set[asyncio.Task[None]] = set()
+        self._changes = RunningTasks()
         self._num_tokens: dict[str, int] = {}
 
     async def turn(self, name: str) -> None:
@@ -52,8 +53,7 @@ class EngineSlices:
                     log.exception("deciding which engines are awake failed")
                 await asyncio.sleep(LOOK_S)
         finally:
-            for task in self._changes:
-                task.cancel()
+            await end_tasks(self._changes)
 
     def _act(self, reconciler: Reconciler) -> None:
         slices = self.slices
@@ -72,9 +72,7 @@ class EngineSlices:
             if phase is SlicePhase.STARTING:
                 self._turns.pop(name).set()
                 continue
-            task = asyncio.create_task(self._change(slices, reconciler.processes[name], phase), name=f"{phase}: {name}")
-            self._changes.add(task)
-            task.add_done_callback(self._changes.discard)
+            self._changes.start(self._change(slices, reconciler.processes[name], phase), f"{phase}: {name}")
 
     def _observe(self, reconciler: Reconciler, slices: Slices, replica: PlannedReplica, process: ReplicaProcess, now: float) -> None:
         name, view = replica.name, reconciler.view

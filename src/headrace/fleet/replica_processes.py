@@ -17,6 +17,7 @@ from typing import Protocol
 from headrace.core.adapters import AdapterSource
 from headrace.core.backoff import Backoff
 from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.tasks import end_tasks
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.files import ReplicaFiles, rank_label, write_engine_files
 from headrace.fleet.keeper import FleetFailed, ProcessKeeper
@@ -136,10 +137,7 @@ class ReplicaProcess:
 
     async def close(self) -> None:
         """Files stay: the whole folder is removed later."""
-        tasks = [task for task in (self.task, self._ending) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(task for task in (self.task, self._ending) if task is not None)
 
     async def _live(self) -> None:
         serving = asyncio.create_task(self._report_first_service(), name=f"first service of {self.files.name}")

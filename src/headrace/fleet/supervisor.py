@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.core.errors import counted
+from headrace.core.tasks import end_tasks
 from headrace.fleet.admin import AdminRequests, admin_socket
 from headrace.fleet.admin_listen import AdminAddress
 from headrace.fleet.commands import CommandAudit, WriteAudit, not_kept
@@ -150,9 +151,7 @@ class Supervisor:
             watching.cancel()
             return await self._drain(gateways, slicing, reconciler, stop)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
             await reconciler.processes.close()
 
     def _gateway_keepers(self, path: Path) -> list[ProcessKeeper]:

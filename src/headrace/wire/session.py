@@ -19,6 +19,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, RequestTooLarge
 from headrace.core.load import LoadSnapshot
 from headrace.core.request import EngineRequest, PriorityClass
+from headrace.core.tasks import end_tasks
 from headrace.core.update import FinishReason
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_adapters, decode_load, decode_rejected, encode_cancel, encode_finish, encode_submit
@@ -211,9 +212,7 @@ class Session:
                     task.result()
             raise ConnectionLost("the call was cancelled" if any(task.cancelled() for task in done) else "the engine closed the stream")
         finally:
-            for task in pumps:
-                task.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+            await end_tasks(pumps)
             self.deliveries.deliver_all()
 
     async def _greet(self, call: Any) -> None:

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
+from headrace.core.tasks import end_tasks
 from headrace.engine.server.unsent import UnsentFrames
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import check_known_fields
@@ -89,10 +90,8 @@ class GatewayStream:
             for task in done:
                 task.result()
         finally:
-            for task in tasks:
-                task.cancel()
             self._lost.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
 
     async def send(self, frame: pb.EngineFrame) -> None:
         self._is_writing = True

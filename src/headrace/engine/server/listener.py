@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.tasks import RunningTasks, end_tasks
 from headrace.machine.locked_folders import LockedFolder, remove_unlocked
 from headrace.machine.private_files import check_socket_folder
 from headrace.wire.listening import RefusalLog, close_all, listening_sockets
@@ -68,7 +69,7 @@ class TcpListener:
         self._folder = _make_folder()
         self.inner = self._folder.path / INNER_NAME
         self._sockets: list[socket.socket] = []
-        self._serving: set[asyncio.Task[None]] = set()
+        self._serving = RunningTasks()
         self._num_handshakes = 0
         self._is_stopping = False
 
@@ -91,9 +92,7 @@ class TcpListener:
         self.stop_accepting()
         if self._serving:
             await asyncio.wait(self._serving, timeout=LINGER_S)
-        for task in self._serving:
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+        await end_tasks(self._serving)
         self._folder.remove()
 
     def _accept_from(self, listening: socket.socket) -> None:
@@ -112,9 +111,7 @@ class TcpListener:
             loop.remove_reader(listening)
             loop.call_later(ACCEPT_PAUSE_S, self._accept_from, listening)
             return
-        task = asyncio.create_task(self._serve(connection, address[0]))
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
+        self._serving.start(self._serve(connection, address[0]), "connection")
 
     async def _serve(self, connection: socket.socket, host: str) -> None:
         with connection, socket.socket(socket.AF_UNIX) as inner:
@@ -228,9 +225,7 @@ async def relay(gateway: ByteStream, server: ByteStream) -> None:
             if task.done():
                 task.result()
     finally:
-        for task in (to_server, to_gateway):
-            task.cancel()
-        await asyncio.gather(to_server, to_gateway, return_exceptions=True)
+        await end_tasks([to_server, to_gateway])
 
 
 async def linger(connection: socket.socket) -> None:

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 from headrace.core.errors import counted
+from headrace.core.tasks import end_tasks
 from headrace.fleet.autoscaling import ACTOR, NotScaling
 from headrace.fleet.commands import CommandAudit, no_operator
 from headrace.fleet.kept_scaling import closed_until
@@ -146,7 +147,4 @@ class PodActuator:
         return made
 
     async def close(self) -> None:
-        tasks = [workload.holding for workload in self._workloads.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(workload.holding for workload in self._workloads.values())

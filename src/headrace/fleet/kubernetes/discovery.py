@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from headrace.core.tasks import end_tasks
 from headrace.fleet.kubernetes.api import KubernetesApi
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.kubernetes.watch import EndpointWatch
@@ -25,10 +26,7 @@ class Discovery:
                 self._follow()
                 await self._reconciler.until(lambda: self._reconciler.services != self._watches.keys())
         finally:
-            tasks = [*self._watches.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(self._watches.values())
 
     def _follow(self) -> None:
         services = self._reconciler.services
@@ -51,5 +49,4 @@ class Discovery:
                 engines = [{"name": each.name, "address": each.address, "tls_name": tls_name} for each in watch.engines]
                 self._reconciler.find(service, engines)
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            await end_tasks([following])

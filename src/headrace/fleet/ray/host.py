@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from headrace import __version__
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.strict_decode import read_json_object
+from headrace.core.tasks import RunningTasks
 from headrace.fleet.authority import TOKEN_BYTES, certify, make_authority, make_certificate, pem_of_certificate, pem_of_key, write_folder
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.files import ReplicaFiles
@@ -92,7 +93,7 @@ class NodeChild:
         self._contents = contents
         self._listens = listens
         self._is_ordered = False
-        self._calls: set[asyncio.Task[None]] = set()
+        self._calls = RunningTasks()
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[dict[str, object]] = loop.create_future()
         self._cut: asyncio.Future[int] = loop.create_future()
@@ -198,9 +199,7 @@ class NodeChild:
         return answer
 
     def _call(self, call: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(self._logged(call), name=f"call to {self.label}")
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        self._calls.start(self._logged(call), f"call to {self.label}")
 
     async def _logged(self, call: Coroutine[Any, Any, None]) -> None:
         try:

@@ -15,6 +15,7 @@ from typing import TypeVar
 from headrace.core.errors import CheckpointError
 from headrace.core.load import AttemptCounts, LoadSnapshot
 from headrace.core.request import PriorityClass
+from headrace.core.tasks import end_tasks
 from headrace.gateway.access.open_requests import UseCount
 from headrace.gateway.control.models import ModelOpener, OpenModel
 from headrace.gateway.control.texts import FailedText, LoadedText, ModelTexts
@@ -58,10 +59,7 @@ class SiteModels:
     async def close(self) -> None:
         for timer in self._forgetting.values():
             timer.cancel()
-        tasks = list(self._leaving.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(self._leaving.values())
         for model in (*self.models.values(), *self._leaving):
             await model.stack.aclose()
 

@@ -16,6 +16,7 @@ from headrace.core.clock import Clock
 from headrace.core.hashing import TENANT_SALT_BYTES
 from headrace.core.ids import RequestId
 from headrace.core.request import PriorityClass
+from headrace.core.tasks import RunningTasks, end_tasks
 from headrace.gateway.access.memory_charges import RequestMemory
 from headrace.gateway.generation.call import Call, Ready
 from headrace.gateway.generation.progress import raise_if_failed
@@ -49,12 +50,10 @@ class ShadowCopies:
         self._memory = memory
         self._count = metrics.shadow_requests
         self._log = LimitedLog(log, clock)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = RunningTasks()
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     def send(self, ready: Ready) -> None:
         """Returns at once. Nothing is sent for a cache's answer, a continued stream, or an answer of the shadow model itself."""
@@ -68,9 +67,7 @@ class ShadowCopies:
             self._count.labels(model.name, ShadowResult.SKIPPED).inc()
             return
         model.users.enter(NO_TENANT)
-        task = asyncio.create_task(self._run(call, model, call.charges.prompts.num_bytes), name="shadow copy")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = self._tasks.start(self._run(call, model, call.charges.prompts.num_bytes), "shadow copy")
         task.add_done_callback(lambda _: model.users.leave(NO_TENANT))
 
     async def _run(self, call: Call, model: ServedModel, num_bytes: int) -> None:

@@ -17,6 +17,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import counted
 from headrace.core.ids import RequestId
 from headrace.core.money import NANOS
+from headrace.core.tasks import end_tasks
 from headrace.gateway.access.principal import Principal
 from headrace.gateway.http.config import FAIL_OPEN, Limits
 from headrace.gateway.limits.reservation import NOTHING, LimitReservation
@@ -281,10 +282,8 @@ class Limiter:
         """Tasks end by a flag: the redis package may swallow a cancel."""
         self._is_closing.set()
         self._ended.has_waiting.set()
-        _, late = await asyncio.wait(tasks, timeout=CLOSE_S)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait(tasks, timeout=CLOSE_S)
+        await end_tasks(tasks)
         with suppress(StoreFailed, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 while (carried := self._ended.carry(self._ended.num_ended)) is not None:

@@ -17,6 +17,7 @@ from functools import partial
 
 from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError, HeadraceError, InvalidRequest, Overloaded, TextQueueFull, Unavailable
+from headrace.core.tasks import end_tasks
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.frames import HOST_LOST, Worker, Workers
 from headrace.gateway.text_workers.limits import MIB, JobLimits
@@ -103,9 +104,7 @@ class TextPool:
             start.cancel()
         for job in list(self._running.values()):
             self._finish(job)
-        for task in self._closing:
-            task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await end_tasks(self._closing)
         for workers in (*self._closing.values(), self._workers):
             await workers.close()
 

@@ -16,6 +16,7 @@ from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Una
 from headrace.core.ids import RequestId
 from headrace.core.model_info import Numerics, numerics_digest, why_not_resume
 from headrace.core.request import EngineRequest
+from headrace.core.tasks import end_tasks
 from headrace.core.update import FinishReason, Rejected, SequenceUpdate
 from headrace.gateway.upstream.own.moves import Moved
 from headrace.gateway.upstream.own.output_parsing import EarlierCallOutput, OutputParsing
@@ -166,9 +167,7 @@ class CallAttempts:
         self.cancel()
         tasks = list(self._reads)
         self._reads.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
     @property
     def unread_bytes(self) -> int:

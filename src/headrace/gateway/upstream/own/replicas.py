@@ -18,6 +18,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
 from headrace.core.model_info import ModelInfo, Numerics, may_resume, numerics_digest, why_not_resume
 from headrace.core.request import EngineRequest, PriorityClass
+from headrace.core.tasks import RunningTasks, end_tasks
 from headrace.gateway.upstream.model_config import PoolRules
 from headrace.gateway.upstream.own.holding import HOLD_S, HeldRequests
 from headrace.gateway.upstream.own.moves import QueueMoves
@@ -153,7 +154,7 @@ class ReplicaPool:
         self._random = random
         self._slow_start_s = slow_start_s
         self._on_closed = on_closed
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = RunningTasks()
         self._last_models: Sequence[ModelInfo] = ()
         self._index = PrefixIndex[Replica]()
         self._num_decisions = 0
@@ -166,10 +167,7 @@ class ReplicaPool:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        closing = [*self._closing, *([] if self._watching is None else [self._watching])]
-        for task in closing:
-            task.cancel()
-        await asyncio.gather(*closing, return_exceptions=True)
+        await end_tasks([*self._closing, *([] if self._watching is None else [self._watching])])
         for replica in (*self.replicas, *self.retired):
             await replica.connection.close()
 
@@ -195,9 +193,7 @@ class ReplicaPool:
         for replica in add:
             replica.connection.start()
         for replica in retire:
-            task = asyncio.get_running_loop().create_task(self._close_unused(replica), name=f"retired {replica.name}")
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._closing.start(self._close_unused(replica), f"retired {replica.name}")
             self._index.forget(replica)
         self._glance = None
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from headrace.core.plan import columns_of
+from headrace.core.tasks import end_tasks
 from headrace.core.update import FinishReason, SequenceUpdate
 from headrace.gateway.upstream.own.attempts import CallAttempts, PromptCall
 from headrace.gateway.upstream.own.output_parsing import (
@@ -267,8 +268,6 @@ class MergedStream(EventStream):
         tasks = list(self._waiting)
         self._waiting.clear()
         self._to_ask.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
         for stream in self._streams:
             await stream.close()
