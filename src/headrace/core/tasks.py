@@ -1,4 +1,4 @@
-"""Tasks that run beside their owner, and their end. `asyncio.TaskGroup` is for those whose owner waits for them."""
+"""Tasks that run beside their owner, and their end."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from contextlib import aclosing
 
+from headrace.core.backoff import Backoff
 from headrace.core.errors import counted
 from headrace.fleet.kubernetes.api import ApiResource, KubernetesApi, KubernetesFailed, KubernetesObject
 from headrace.fleet.kubernetes.endpoints import MAX_ENGINES, EngineEndpoint, engines_of, has_port
@@ -39,7 +40,7 @@ class EndpointWatch:
         self.failure = ""
 
     async def run(self) -> None:
-        clock, pause_s = asyncio.get_running_loop().time, FIRST_PAUSE_S
+        clock, backoff = asyncio.get_running_loop().time, Backoff(FIRST_PAUSE_S, LAST_PAUSE_S, CALM_S)
         while True:
             began, reason = clock(), ""
             try:
@@ -51,13 +52,11 @@ class EndpointWatch:
                 reason = f"the API server's answer cannot be read: {type(error).__name__}"
                 if reason != self.failure:
                     log.exception("following %s failed", self._name)
-            if clock() - began >= CALM_S:
-                pause_s = FIRST_PAUSE_S
+            pause_s = backoff.pause_s(clock() - began)
             if reason:
                 self._version = ""
                 self._say(reason)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-                pause_s = min(LAST_PAUSE_S, 2 * pause_s)
 
     async def _follow(self) -> None:
         """Until the watch ends. Raises KubernetesFailed."""
