@@ -90,10 +90,10 @@ class FleetControl:
         reconciler: Reconciler,
         source: ConfigSource | None,
         drain_all: Callable[[float], Awaitable[None]],
-        audit: CommandAudit | None = None,
+        audit: CommandAudit,
     ) -> None:
         """drain_all: takes the seconds for running requests; audit: written by callers, which know the actor"""
-        self.audit = audit or CommandAudit()
+        self.audit = audit
         self._reconciler = reconciler
         self._source = source
         self._drain_all = drain_all

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from signal import Signals
 
 from headrace.core.backoff import Backoff
@@ -128,7 +129,9 @@ class ProcessKeeper:
                 self._give_up_if_hopeless(num_failures)
             pause_s = backoff.pause_s(lived_s)
             log.warning("%s; starting it again in %.1f s", self._reason(), pause_s)
-            await self._pause(pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._stopping.wait()
 
     async def _has_turn(self) -> bool:
         """False: it is stopping."""
@@ -186,10 +189,3 @@ class ProcessKeeper:
         if failure is not None:
             return f"{label} ended: {failure.reason}"
         return f"{label} was killed by {Signals(-status).name}" if status < 0 else f"{label} ended with status {status}"
-
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            return

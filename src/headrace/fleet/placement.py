@@ -26,7 +26,7 @@ LOOK_S = 0.2
 class EngineSlices:
     def __init__(self, budget_bytes: int | None) -> None:
         """budget_bytes: None: no engine sleeps"""
-        self.slices = None if budget_bytes is None else Slices(budget_bytes)
+        self._slices = Slices(budget_bytes or 0)
         self._turns: dict[str, asyncio.Event] = {}
         self._asking: set[str] = set()
         self._changes = RunningTasks()
@@ -42,7 +42,7 @@ class EngineSlices:
         return "waits for its turn to start" if name in self._turns else ""
 
     async def run(self, reconciler: Reconciler) -> None:
-        if self.slices is None:
+        if not self._slices.budget_bytes:
             await asyncio.Event().wait()
         try:
             while True:
@@ -56,9 +56,7 @@ class EngineSlices:
             await end_tasks(self._changes)
 
     def _act(self, reconciler: Reconciler) -> None:
-        slices = self.slices
-        assert slices is not None, "a model that sleeps has a budget"
-        now = asyncio.get_running_loop().time()
+        slices, now = self._slices, asyncio.get_running_loop().time()
         replicas = reconciler.deployment.replicas
         for each in slices:
             if each.name not in replicas:
@@ -66,16 +64,16 @@ class EngineSlices:
         for name, replica in replicas.items():
             process = reconciler.processes[name]
             if process.spec.sleeps:
-                self._observe(reconciler, slices, replica, process, now)
+                self._observe(reconciler, replica, process, now)
         for name, phase in slices.actions(now):
             log.info("%s is %s", name, phase)
             if phase is SlicePhase.STARTING:
                 self._turns.pop(name).set()
                 continue
-            self._changes.start(self._change(slices, reconciler.processes[name], phase), f"{phase}: {name}")
+            self._changes.start(self._change(reconciler.processes[name], phase), f"{phase}: {name}")
 
-    def _observe(self, reconciler: Reconciler, slices: Slices, replica: PlannedReplica, process: ReplicaProcess, now: float) -> None:
-        name, view = replica.name, reconciler.view
+    def _observe(self, reconciler: Reconciler, replica: PlannedReplica, process: ReplicaProcess, now: float) -> None:
+        name, view, slices = replica.name, reconciler.view, self._slices
         if name not in slices:
             slices.add(name, int(str(reconciler.config.engine_options(process.spec)["memory_bytes"])), now)
         if name in self._asking:
@@ -93,7 +91,7 @@ class EngineSlices:
         num_held = sum(status.num_held for status in view.of(replica.model)) if is_newest else 0
         slices.seen(name, now, num_open=num_open or 0, num_held=num_held, is_used=is_used)
 
-    async def _change(self, slices: Slices, process: ReplicaProcess, phase: SlicePhase) -> None:
+    async def _change(self, process: ReplicaProcess, phase: SlicePhase) -> None:
         name, loop = process.files.name, asyncio.get_running_loop()
         if (asked := process.keeper.asked) is None:
             return  # it has ended, and asks for its turn
@@ -103,6 +101,6 @@ class EngineSlices:
             return
         except ReloadRefused as error:
             log.warning("%s does not sleep: %s", name, error)
-            slices.refused_sleep(name, loop.time())
+            self._slices.refused_sleep(name, loop.time())
         else:
-            slices.carried_out(name, phase, loop.time())
+            self._slices.carried_out(name, phase, loop.time())

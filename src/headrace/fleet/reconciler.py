@@ -241,12 +241,10 @@ class Reconciler:
         return POLL_S
 
     async def _sleep(self, pause_s: float) -> None:
-        try:
-            is_waiting = self._is_busy() or pause_s > POLL_S
+        is_waiting = self._is_busy() or pause_s > POLL_S
+        with suppress(TimeoutError):
             async with asyncio.timeout(pause_s if is_waiting and not self._is_frozen else None):
                 await self._wake.wait()
-        except TimeoutError:
-            return
 
     def _is_busy(self) -> bool:
         if any(target.rollout is not None for target in self.deployment.targets.values()):
