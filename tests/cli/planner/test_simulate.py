@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,14 @@ def test_a_replica_without_another_is_back_after_its_load_time_or_has_a_standby(
     assert by_bytes["events"][0]["end_s"] == pytest.approx(2 + load_seconds(16.06e9), rel=0.01)
     assert by_bytes["report"]["errors"] == {}, "requests are held until it is back"
     assert by_bytes["report"]["finished"] == by_bytes["report"]["offered"]
+
+
+def test_the_death_that_the_page_shows_is_what_is_simulated(headrace: Headrace) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "simulation.md").read_text(encoding="utf-8")
+    shown = re.search(r"^    headrace (simulate [^\n]* --kill 20:0:15)\n\n(.*?)\n\n(?! )", text, re.MULTILINE | re.DOTALL)
+    assert shown
+    done = headrace(*shown.group(1).split())
+    assert textwrap.dedent(shown.group(2)) in done.stdout, done.stdout
 
 
 def test_one_load_is_drawn_over_the_time(headrace: Headrace, tmp_path: Path) -> None:
