@@ -141,16 +141,22 @@ def grid(found: Mapping[str, Mapping[tuple[str, str], Table]]) -> Iterator[str]:
     shown = [row for row in ROWS if any(row in table for tables_of_machine in found.values() for table in tables_of_machine.values())]
     yield "| machine, shape, precision | " + " | ".join(shown) + " |"
     yield "|---" * (len(shown) + 1) + "|"
-    wins = losses = 0
+    wins = losses = single = with_vllm = 0
+    days: set[str] = set()
     for machine, tables_of_machine in found.items():
         for (shape, precision), table in tables_of_machine.items():
             ratios = {row: advantages(row, table.get(row, {}), PEERS) for row in shown}
+            single += sum(len(each) == 1 for each in ratios.values())
+            with_vllm += sum(bool(table[row].get("vllm")) for row in shown if ratios[row])
+            outcomes = (outcome for columns in table.values() for rounds in columns.values() for outcome in rounds.values())
+            days.update(str(outcome.environment["time"])[:10] for outcome in outcomes)
             medians = {row: statistics.median(each) for row, each in ratios.items() if each}
             wins += sum(is_win(value) for value in medians.values())
             losses += sum(not is_win(value) for value in medians.values())
             line = [_grid_cell(medians[row], table[row]) if row in medians else "-" for row in shown]
             yield f"| [{machine}](../bench/peers/tables.md#{machine.replace('.', '')}), {shape}, {precision} | " + " | ".join(line) + " |"
-    yield f"\n{wins} wins, {losses} losses (bold)."
+    yield f"\n{wins} wins, {losses} losses (bold); {single} of them are of one round, and vLLM took part in {with_vllm}."
+    yield f"Measured from {min(days)} to {max(days)}. The cells name the commit of Headrace, and no version of another engine."
 
 
 def is_win(ratio: float) -> bool:

@@ -214,7 +214,7 @@ def test_the_page_opens_with_one_line_of_wins_and_losses_per_machine_shape_and_p
     assert lines[0] == "| machine, shape, precision | decode-1 | decode-2 | startup |"
     assert lines[2] == "| [here](../bench/peers/tables.md#here), llama-1.1b, int8 | 2.00 | - | - |"
     assert lines[3] == "| [here](../bench/peers/tables.md#here), llama-1.1b, int4 | - | - | **0.25** |"
-    assert lines[4].strip() == "1 wins, 1 losses (bold)."
+    assert lines[4].strip() == "1 wins, 1 losses (bold); 1 of them are of one round, and vLLM took part in 2."
     assert [report.is_win(ratio) for ratio in (0.994, 0.996)] == [False, True]
     marked: report.Table = {"startup": {"headrace": rounds(4), "vllm": {0: replace(outcome(1), remark="cold")}}}
     assert (
