@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headrace.registry.remote import Registry
 
 registry_app = typer.Typer(
-    help="Keep versions of models in a folder, in S3 or in GCS, and pull them, also from OCI registries.",
+    help="Keep versions of models in a folder, in S3 or, which is untested, in GCS, and pull them, also from OCI registries.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

@@ -43,7 +43,7 @@ class EngineConfig:
     """The options of one replica, as they are given: None stands for a default of the device. Of `resolve`: with the device and values."""
 
     model: str = required(
-        "A folder in the Hugging Face layout, a `.gguf` file, the name of a bundled model, or a hub id.",
+        "A folder in the Hugging Face layout, a `.gguf` file, the name of a bundled model or, with `experimental`, a hub id.",
         flags=(),
         reload=Reload.RESTART,
     )
