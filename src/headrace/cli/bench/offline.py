@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from headrace.lab.metrics import Distribution, LoadRecord
     from headrace.lab.offline import Collector
 
-ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="Folder, .gguf file, bundled model or hub id; default: headrace-tiny.")
-]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder, .gguf file or bundled model; default: headrace-tiny.")]
 Price = Annotated[float | None, Flag("--dollars-per-hour", help="Price of this machine: adds the price of a million tokens.")]
 
 NOT_HERE = ("seed",)

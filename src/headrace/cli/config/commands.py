@@ -34,7 +34,7 @@ models:
   - replicas: 1                       # engine processes
     # name: my-model                  # what clients ask for; default: the folder's name
     engine:
-      model: {model}                  # a folder, the name of a bundled model, or a hub id
+      model: {model}                  # a folder, the name of a bundled model or, with experimental, a hub id
       # max_model_len: 4096           # shorter contexts leave room for more sequences
       # max_num_seqs: 64              # sequences computed in one step
       # memory_fraction: 0.5          # share of the available memory for weights and KV cache

@@ -22,7 +22,7 @@ from headrace.engine.config import EngineConfig
 
 MODEL, ENGINE, NETWORK, SECURITY, OPERATION = "Model", "Engine", "Network", "Security", "Operation"
 
-_ONLY_FOLDER = "Folder, .gguf file, bundled model or hub id; default: the bundled headrace-tiny."
+_ONLY_FOLDER = "Folder, .gguf file, bundled model or, untested, hub id; default: the bundled headrace-tiny."
 
 
 def _flag(
@@ -260,7 +260,7 @@ GATEWAY_FLAGS = (
         "",
         "",
         "model.remote.model",
-        "What the engines serve: folder, bundled model or hub id. Default headrace-tiny.",
+        "What the engines serve: folder, bundled model or, untested, hub id. Default headrace-tiny.",
         metavar="MODEL",
     ),
     _flag(
