@@ -356,6 +356,7 @@ class Tokenization(NamedTuple):
 class ReplicaHealth:
     """The state of one replica or foreign server, now.
 
+    is_asleep   that is the reason, and nothing worse
     is_foreign  a foreign server: its state is shown, and it counts as ready for /ready
     is_failing  the circuit is open: requests failed lately, and new ones are sent only if no other replica is left
     attempts    grow with it; None of a foreign server
@@ -367,16 +368,13 @@ class ReplicaHealth:
     reason: str
     load: LoadSnapshot | None = None
     load_age_s: float = 0.0
+    is_asleep: bool = False
     is_foreign: bool = False
     num_open: int = 0
     has_tried: bool = True
     is_failing: bool = False
     attempts: AttemptCounts | None = None
     block_size: int = 0
-
-    @property
-    def is_asleep(self) -> bool:
-        return self.is_connected and self.load is not None and self.load.is_asleep
 
     @property
     def is_missing(self) -> bool:

@@ -77,6 +77,15 @@ async def test_a_replica_that_is_asleep_is_not_missing_and_gets_no_request(text:
         assert not bench.replicas["r0"].requests
 
 
+@pytest.mark.parametrize("state", [ConnectionState.SILENT, ConnectionState.DRAINING])
+async def test_a_replica_that_was_asleep_and_is_lost_since_is_missing(text: TextModel, state: ConnectionState) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        bench.replicas["r0"].snapshot = SeenLoad(snapshot(is_asleep=True), 0.0)
+        bench.replicas["r0"].state = state
+        assert (await bench.client.get("/ready?strict")).status_code == 503
+        assert metric(bench.gateway, "headrace_replica_ready", model=MODEL, replica="r0") == 0
+
+
 async def test_a_replica_whose_circuit_is_open_is_not_strictly_ready_although_it_is_used(bench: TestBench) -> None:
     """The last replica of a model is never left out, whatever it fails."""
     (pool,) = [opened.pool for opened in bench.reloader._models.models.values() if opened.pool is not None]

@@ -232,6 +232,7 @@ class Replica:
             reason,
             seen.load if seen else None,
             load_age_s=now - seen.received_s if seen else 0.0,
+            is_asleep=reason == ASLEEP,
             num_open=connection.num_open,
             has_tried=connection.has_tried,
             is_failing=not self.circuit.breaker.can_send(now),
