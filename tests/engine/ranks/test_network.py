@@ -104,6 +104,32 @@ def test_ranks_that_show_one_certificate_know_each_other_by_the_name_that_it_has
                 dial(replace(at(shared, port), tls_name=name))
 
 
+STRANGERS = {"another deployment's rank": (TlsRole.RANK, "other.llm.svc"), "a gateway": (TlsRole.GATEWAY, "gateway")}
+
+
+@pytest.mark.parametrize(("role", "name"), STRANGERS.values(), ids=STRANGERS)
+def test_of_one_site_only_ranks_with_the_shared_name_are_let_in(
+    tmp_path: Path, role: TlsRole, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have the site's authority and token, as every gateway and every engine has."""
+    own, stranger = (write_certificates(tmp_path / each, SITE, of, each) for of, each in ((TlsRole.RANK, "engines.llm.svc"), (role, name)))
+    target = replace(parse_target(f"{HOST}:0", TOKEN, own), tls_name="engines.llm.svc")
+    why = "its certificate is not for engines.llm.svc"
+    with closing(RankPort(target)) as port:
+        with pytest.raises(ConfigError, match=f"tls_dir: .* refuses this rank: {why}. Give all ranks certificates for the same name"):
+            dial(replace(at(target, port), tls=stranger))
+        with closing(dial(at(target, port))), closing(first(port)):
+            assert f"refused a connection from {HOST}: {why}" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["Engines.llm.svc", "*.llm.svc"])
+def test_a_shared_name_is_read_as_openssl_reads_it(tmp_path: Path, name: str) -> None:
+    target = parse_target(f"{HOST}:0", TOKEN, write_certificates(tmp_path, SITE, TlsRole.RANK, name))
+    target = replace(target, tls_name="engines.LLM.svc")
+    with closing(RankPort(target)) as port, closing(dial(at(target, port))), closing(first(port)):
+        pass
+
+
 def test_a_wrong_token_is_refused_at_both_ends_and_nothing_else_is_read(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     with closing(RankPort(make())) as port:
         with pytest.raises(ConfigError, match=r"token: .* refuses this rank: its token is missing or wrong. Give all ranks the same"):

@@ -64,6 +64,18 @@ def test_recorded_steps_of_stages_on_several_machines_have_the_bits_of_one_rank(
     assert set(counters.stage_idle_microseconds) == {"0", "1"}
 
 
+def test_a_middle_stage_asks_for_the_shared_name_as_rank_0_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own address, which `--listen` gives, has none."""
+
+    def listen(own: GrpcTarget) -> None:
+        raise EngineFatal(f"listens as {own.tls_name}")
+
+    monkeypatch.setattr(stages, "RankPort", listen)
+    target, *_ = addresses(tmp_path, 3, "engines.llm.svc")
+    with pytest.raises(EngineFatal, match=r"listens as engines\.llm\.svc"):
+        stages.join_stages(target, replace(target, tls_name=""), Parallelism(pp=3, is_apart=True).place(1), {})
+
+
 def test_a_middle_stage_is_known_by_the_name_that_all_certificates_have(tmp_path: Path) -> None:
     folder, asked = save_tiny_model("llama", tmp_path, num_hidden_layers=3), greedy_request("r", [1, 2, 3])
     with RealEngine(folder, **SPACE) as engine:

@@ -2,7 +2,8 @@
 
 A rank that is dialled listens at a `RankPort`: rank 0, and the first rank of a middle stage. Both ends show certificates of one authority,
 but on loopback addresses, where there need be none; then the one that dials sends the digest of the token, is answered AUTHENTICATED, and
-frames begin. What has not done that within HELLO_S is closed. A port listens until the ranks that it is for have come.
+frames begin. What has not done that within HELLO_S is closed. A port listens until the ranks that it is for have come. The end that dials
+asks for a certificate of the host, and with `tls_name` both ends ask for one of that name.
 """
 
 from __future__ import annotations
@@ -65,6 +66,12 @@ class TlsSocket:
                     self._plain.sendall(self._outgoing.read())
                 raise
         self._plain.sendall(self._outgoing.read())
+
+    def is_for(self, name: str) -> bool:
+        """The other end's certificate, after `shake_hands`. OpenSSL asks for a name only at the end that dials. Empty: any will do."""
+        certificate = self._tls.getpeercert() or {}
+        names = {str(entry[-1]).lower() for entry in certificate.get("subjectAltName", ())}
+        return not name or not names.isdisjoint((name.lower(), f"*.{name.lower().partition('.')[2]}"))
 
     def recv(self, num_bytes: int, flags: int = 0) -> bytes:
         if flags & socket.MSG_PEEK:
@@ -192,9 +199,12 @@ class RankPort:
             if not (data := connection.recv(len(self._proof) - len(given))):
                 raise ConnectionResetError(f"it did not send its token within {HELLO_S:g} s")
             given += data
-        if not hmac.compare_digest(given, self._proof):
-            connection.sendall(json_frame(FrameKind.FAILED, RankFailure(WRONG_TOKEN, is_refused=True)))
-            raise PermissionError(WRONG_TOKEN)
+        why_not = "" if hmac.compare_digest(given, self._proof) else WRONG_TOKEN
+        if not why_not and isinstance(connection, TlsSocket) and not connection.is_for(self._target.tls_name):
+            why_not = f"its certificate is not for {self._target.tls_name}"
+        if why_not:
+            connection.sendall(json_frame(FrameKind.FAILED, RankFailure(why_not, is_refused=True)))
+            raise PermissionError(why_not)
         connection.sendall(frame(FrameKind.AUTHENTICATED))
         return connection
 
@@ -252,8 +262,9 @@ def _dial_once(target: GrpcTarget, context: ssl.SSLContext | None) -> RankLink:
         except (EngineFatal, ssl.SSLError) as error:  # in TLS 1.3 the other end verifies last, and its alert is read in place of a frame
             raise _fault(target, error) from error
         if kind is FrameKind.FAILED:
-            reason = f"{target.address} refuses this rank: {read_json(RankFailure, payload).reason}"
-            raise ConfigError("token", reason, "Give all ranks the same token.")
+            reason = read_json(RankFailure, payload).reason
+            key, what = ("token", "the same token") if reason == WRONG_TOKEN else ("tls_dir", "certificates for the same name")
+            raise ConfigError(key, f"{target.address} refuses this rank: {reason}", f"Give all ranks {what}.")
         link.wait_at_most(None)
         unless_known.pop_all()
         return link
@@ -267,5 +278,6 @@ def _fault(target: GrpcTarget, error: Exception) -> Exception:
     ca = "" if target.tls is None else target.tls.ca
     fault = handshake_fault(cause, own="this rank", peer="the other rank", ca=ca) if isinstance(cause, ssl.SSLError) else ""
     if fault:
-        return ConfigError("tls_dir", f"{target.address}: {fault}", "Give all ranks certificates of one authority.")
+        remedy = "Give all ranks certificates of one authority, each for its host, or all for the name in tls_name."
+        return ConfigError("tls_dir", f"{target.address}: {fault}", remedy)
     return ConnectionResetError(str(error))

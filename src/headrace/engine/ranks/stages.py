@@ -78,7 +78,7 @@ def join_stages(target: GrpcTarget, own: GrpcTarget, place: Place, facts: Mappin
     """As `member.join_ranks`. own: where the first rank of a middle stage takes hidden states"""
     with ExitStack() as unless_joined:
         is_dialled = place.tp_rank == 0 and not place.is_first and not place.is_last
-        port = unless_joined.enter_context(closing(RankPort(own))) if is_dialled else None
+        port = unless_joined.enter_context(closing(RankPort(replace(own, tls_name=target.tls_name)))) if is_dialled else None
         link = dial(target)
         unless_joined.callback(link.close)
         say_hello(link, RankHello(place.rank, dict(facts), machine(), own.address if is_dialled else ""), MAX_JSON_BYTES)
