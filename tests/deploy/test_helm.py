@@ -134,6 +134,7 @@ REFUSED: dict[str, tuple[Object, str]] = {
         "is statefulsets/demo-engines, and the pods of demo-engines are those of leaderworkersets/demo-engines",
     ),
     "another address of engines": ({"engines": {**ENGINES, "args": ["--listen=0.0.0.0:1"]}}, "engines.args: --listen=0.0.0.0:1 is set"),
+    "a file in the place of flags": ({"engines": {**ENGINES, "args": ["--config=/f"]}}, "engines.args: --config=/f is set by the chart"),
     "engines that no model names": ({"engines": ENGINES}, "config.models: no model has remote.kubernetes.service demo-engines"),
     "a model that has its certificates elsewhere": ({"engines": ENGINES, "config": {"models": [far(tls_dir="/tls")]}}, "remote.tls_dir"),
     "a scaler of gateways that share their engines": (
@@ -173,6 +174,21 @@ def test_what_cannot_work_is_refused_by_name(name: str) -> None:
     values, word = REFUSED[name]
     with pytest.raises(helm_python.HelmError, match=re.escape(word)):
         rendered(values)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_release_has_a_name_with_which_its_pods_can_be_made(stages: int) -> None:
+    """Kubernetes takes the objects of a longer one, and then makes no pod: no value of a label has more than 63 characters."""
+    longest = "a" * (63 - len("-engines") - len("-0123456789") - (len("-255") if stages > 1 else 0))
+    for release in (longest, longest + "a"):
+        model = far(kubernetes={"service": f"{release}-engines"})
+        values = {"engines": {**ENGINES, "stages": stages}, "config": {"models": [model]}}
+        if release == longest:
+            assert rendered(values, release)["Service engines"]["metadata"]["name"] == f"{release}-engines"
+        else:
+            with pytest.raises(helm_python.HelmError, match=f"{release} has {len(release)} characters"):
+                rendered(values, release)
+    assert rendered({}, "a" * 53), "without engines Helm's own limit holds"
 
 
 TINY: Object = {"engine": {"model": "headrace-tiny"}}

@@ -23,12 +23,12 @@ def example(name: str) -> Object:
     return yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text(encoding="utf-8")) if name else {}
 
 
-def rendered(values: Mapping[str, Any]) -> dict[str, Object]:
+def rendered(values: Mapping[str, Any], release: str = RELEASE) -> dict[str, Object]:
     """Kind -> object; those of the engines' pods are "KIND engines". Raises helm_python.HelmError."""
     with helm_python.Chart.load(CHART) as chart:
-        files = chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)
+        files = chart.render(dict(values), name=release, namespace=NAMESPACE)
     objects = [made for path, text in files.items() if path.endswith(".yaml") for made in yaml.safe_load_all(text) if made is not None]
-    by_kind = {f"{made['kind']} {made['metadata']['name'].removeprefix(RELEASE).lstrip('-')}".strip(): made for made in objects}
+    by_kind = {f"{made['kind']} {made['metadata']['name'].removeprefix(release).lstrip('-')}".strip(): made for made in objects}
     assert len(by_kind) == len(objects)
     return by_kind
 

@@ -291,9 +291,14 @@ scaleDown:
 {{- if regexMatch "^(-pp|--pipeline-parallel-size)" . }}
 {{- printf "engines.args: %s is set by engines.stages. Leave it out." . | fail }}
 {{- end }}
-{{- if regexMatch "^--(listen|tls-dir|tls-name|token-file|name|drain-timeout|rank|rendezvous)" . }}
+{{- if regexMatch "^--(config|listen|tls-dir|tls-name|token-file|name|drain-timeout|rank|rendezvous)" . }}
 {{- printf "engines.args: %s is set by the chart. Leave it out." . | fail }}
 {{- end }}
+{{- end }}
+{{- /* Of the 63 characters of a pod's label the hash of its StatefulSet takes 11, -engines 8, and the number of a group 4. */}}
+{{- $longest := ternary 40 44 (include "headrace.hasStages" . | empty | not) }}
+{{- if gt (len .Release.Name) $longest }}
+{{- printf "the release's name: %s has %d characters, and with engines.enabled no pod can be made for more than %d. Choose a shorter one." .Release.Name (len .Release.Name) $longest | fail }}
 {{- end }}
 {{- $service := printf "%s-engines" .Release.Name }}
 {{- $found := false }}
