@@ -104,6 +104,17 @@ def test_ranks_that_show_one_certificate_know_each_other_by_the_name_that_it_has
                 dial(replace(at(shared, port), tls_name=name))
 
 
+def test_a_port_that_nothing_listens_at_is_dialled_less_and_less(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name server of a cluster is not asked ten times a second for ten minutes."""
+    pauses = [0.0]
+    monkeypatch.setattr("headrace.engine.ranks.network.time.sleep", pauses.append)
+    with closing(RankPort(make())) as port:
+        gone = at(make("b"), port)
+    with pytest.raises(EngineFatal, match=r"no rank listens at .* after 600 s"):
+        dial(gone, clock=lambda: sum(pauses))
+    assert (pauses[1], set(pauses[6:])) == (0.1, {2.0})
+
+
 STRANGERS = {"another deployment's rank": (TlsRole.RANK, "other.llm.svc"), "a gateway": (TlsRole.GATEWAY, "gateway")}
 
 

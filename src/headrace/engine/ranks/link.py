@@ -19,6 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
+from headrace.core.backoff import Backoff
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError, EngineFatal
 from headrace.engine.ranks.frames import (
@@ -317,11 +318,12 @@ def until_connected(
     dial: Callable[[], _Connected],
     what_fails: str,
     *,
+    max_pause_s: float = RETRY_S,
     clock: Clock = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> _Connected:
     """Tries again after an OSError. Raises EngineFatal after GATHER_S."""
-    deadline, logged = clock() + GATHER_S, ""
+    deadline, logged, pauses = clock() + GATHER_S, "", Backoff(RETRY_S, max_pause_s, GATHER_S)
     while True:
         try:
             return dial()
@@ -332,7 +334,7 @@ def until_connected(
             if reason != logged:
                 log.info("%s (%s): trying again for at most %g s", what_fails, reason, GATHER_S)
                 logged = reason
-        sleep(RETRY_S)
+        sleep(pauses.pause_s(0))
 
 
 def connect_unix(address: str) -> socket.socket:

@@ -35,6 +35,8 @@ MAX_HANDSHAKES = 64
 """Connections that have not shown their token yet: one more closes the oldest."""
 ACCEPT_PAUSE_S = 0.1
 DIAL_S = 5.0
+MAX_PAUSE_S = 2.0
+"""Between attempts: the name of a pod that does not run yet is ten queries to the cluster's name server."""
 PIECE_BYTES = 1 << 20
 WRONG_TOKEN = "its token is missing or wrong"
 
@@ -243,7 +245,8 @@ def dial(target: GrpcTarget, check: Callable[[], None] = lambda: None, clock: Cl
         check()
         time.sleep(seconds)
 
-    return until_connected(partial(_dial_once, target, context), f"no rank listens at {target.address}", clock=clock, sleep=rest)
+    dial_once, fault = partial(_dial_once, target, context), f"no rank listens at {target.address}"
+    return until_connected(dial_once, fault, max_pause_s=MAX_PAUSE_S, clock=clock, sleep=rest)
 
 
 def _dial_once(target: GrpcTarget, context: ssl.SSLContext | None) -> RankLink:
