@@ -135,6 +135,14 @@ REFUSED: dict[str, tuple[Object, str]] = {
     ),
     "another address of engines": ({"engines": {**ENGINES, "args": ["--listen=0.0.0.0:1"]}}, "engines.args: --listen=0.0.0.0:1 is set"),
     "a file in the place of flags": ({"engines": {**ENGINES, "args": ["--config=/f"]}}, "engines.args: --config=/f is set by the chart"),
+    "engines that do not reach their model": (
+        {"engines": {**ENGINES, "model": "s3://b/llama:1"}, "config": {"models": [far()]}},
+        "networkPolicy.egress: is empty, and engines read s3://b/llama:1.",
+    ),
+    "engines that do not reach an adapter": (
+        {"engines": {**ENGINES, "args": ["--lora-modules", "a=gs://b/a:2"]}, "config": {"models": [far()]}},
+        "and engines read gs://b/a:2.",
+    ),
     "engines that no model names": ({"engines": ENGINES}, "config.models: no model has remote.kubernetes.service demo-engines"),
     "a model that has its certificates elsewhere": ({"engines": ENGINES, "config": {"models": [far(tls_dir="/tls")]}}, "remote.tls_dir"),
     "a scaler of gateways that share their engines": (

@@ -281,6 +281,10 @@ scaleDown:
 {{- if not (and $v.engines.tls.gateway $v.engines.tls.engine) }}
 {{- fail "engines.tls: names no Secrets for gateway and engine. Between pods the wire speaks TLS: docs/kubernetes.md has the commands." }}
 {{- end }}
+{{- $elsewhere := regexFind "(s3|gs|oci)://[^\"]*" (toJson (list $v.engines.model $v.engines.args)) }}
+{{- if and $v.networkPolicy.enabled (not $v.networkPolicy.egress) $elsewhere }}
+{{- printf "networkPolicy.egress: is empty, and engines read %s. Write rules for it, or set networkPolicy.enabled to false." $elsewhere | fail }}
+{{- end }}
 {{- if ne $v.autoscaling.kind "none" }}
 {{- fail "autoscaling.kind: hpa and keda count the sequences of each pod's own engines, and gateway pods share those of engines.enabled." }}
 {{- end }}
