@@ -302,6 +302,16 @@ def test_probes_ask_paths_that_need_no_key_and_leave_time(name: str, tmp_path: P
     assert pod["terminationGracePeriodSeconds"] > longest_s + GATEWAY_GRACE_S + CUT_GRACE_S + ENGINE_GRACE_S
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "template"), [("engines", "StatefulSet engines", "template"), ("stages", STAGED, "leaderTemplate")]
+)
+def test_an_engine_in_a_pod_of_its_own_has_time_to_pull_and_again_to_load(name: str, kind: str, template: str) -> None:
+    """There is no supervisor beside it that pulls before the time of its start begins."""
+    start_s = merged(example(name))["config"].get("start_timeout_s", FleetConfig(models=()).start_timeout_s)
+    probe = pod_of(made_of(name), kind, template)["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 2 * start_s
+
+
 def test_a_start_without_a_limit_has_a_day() -> None:
     probe = pod_of(rendered({"config": {"start_timeout_s": 0}}))["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 86400

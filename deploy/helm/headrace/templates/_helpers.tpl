@@ -97,11 +97,11 @@ spec:
         - {name: ranks, containerPort: 7100}
         {{- end }}
       {{- if $.serves }}
-      # The port is open once the engine serves. A process whose engine dies ends by itself.
+      # The port is open once the engine serves, after a pull and a load. A process whose engine dies ends by itself.
       startupProbe:
         tcpSocket: {port: engine}
         periodSeconds: 5
-        failureThreshold: {{ div (add (include "headrace.startSeconds" $root | int64) 4) 5 }}
+        failureThreshold: {{ div (add (mul 2 (include "headrace.startSeconds" $root | int64)) 4) 5 }}
       readinessProbe:
         tcpSocket: {port: engine}
         periodSeconds: 5
