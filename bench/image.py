@@ -67,7 +67,7 @@ def rendered() -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def run_words(folder: Path, image: str) -> list[str]:
-    """Of `podman run`. Makes the pod's volumes in `folder`."""
+    """What `podman run` is given. Makes the pod's volumes in `folder`."""
     pod, files = rendered()
     [container] = pod["containers"]
     user, limits = pod["securityContext"], container["securityContext"]
