@@ -102,9 +102,9 @@ class Cluster:
 
     def ask(self, method: str, path: str, body: object = None) -> tuple[int, Object]:
         """As the administrator, by curl: what is tried here is not asked by what is tried."""
-        words = ["-sk", "-X", method, "-H", f"Authorization: Bearer {self.tokens['admin']}", "-w", "\n%{http_code}", f"{self.url}{path}"]
+        words = ["-sSk", "-X", method, "-H", f"Authorization: Bearer {self.tokens['admin']}", "-w", "\n%{http_code}", f"{self.url}{path}"]
         given = ["-H", "Content-Type: application/json", "--data-binary", "@-"] if body is not None else []
-        said = subprocess.run(["curl", *words, *given], input=json.dumps(body), capture_output=True, text=True, check=False).stdout
+        said = subprocess.run(["curl", *words, *given], input=json.dumps(body), stdout=subprocess.PIPE, text=True, check=False).stdout
         text, _, status = said.rpartition("\n")
         try:
             return int(status), json.loads(text)
