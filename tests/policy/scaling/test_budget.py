@@ -138,6 +138,23 @@ def test_a_larger_budget_counts_at_once_and_a_lower_one_too() -> None:
     assert site.tick(4.0) == 1
 
 
+def test_hours_that_a_lower_minimum_leaves_are_not_lost() -> None:
+    site = Site(rules(25))
+    site.run(DAY_S / 4, fill=4.0)
+    assert site.live == 1
+    site.scaler.rules = rules(25, least=0)
+    assert site.tick(1.0) == 2
+    assert site.decisions[-1].closed_until is None
+
+
+def test_replicas_that_were_decided_and_have_not_come_take_no_hours() -> None:
+    scaler = Autoscaler(rules(40), 1)
+    for second in range(0, 3600, 10):
+        facts = ScalingFacts(num_serving=1, num_arrived=0, num_finished=0, num_tokens=0, num_existing=1, fill=4.0)
+        assert scaler.decide(facts, second).num_replicas == 4
+    assert scaler.use == DayUse(3590.0, 3590.0)
+
+
 def test_a_clock_that_is_set_back_gives_no_hour_back() -> None:
     use = DayUse(DAY_S + 1000.0, 500.0)
     assert use.later(3, DAY_S + 400.0) == DayUse(DAY_S + 400.0, 500.0)
@@ -146,7 +163,7 @@ def test_a_clock_that_is_set_back_gives_no_hour_back() -> None:
     assert use.later(3, 2 * DAY_S + 10.0) == DayUse(2 * DAY_S + 10.0, 30.0)
 
 
-@pytest.mark.parametrize("given", [None, [1.0, 2.0], [1.0, 2.0, -1.0], [1.0, math.inf, 0.0], [True, 1.0, 1.0], {"at": 1.0}])
+@pytest.mark.parametrize("given", [None, [1.0], [1.0, 2.0, -1.0], [1.0, math.inf, 0.0], [True, 1.0, 1.0], {"at": 1.0}, [10**400, 0, 0]])
 def test_what_is_no_use_of_a_day_is_refused(given: object) -> None:
     with pytest.raises(ValueError, match="not the use of a day"):
         DayUse.of(given)

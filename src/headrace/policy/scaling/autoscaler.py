@@ -124,7 +124,7 @@ class Autoscaler:
         self.rules = rules
         self.history = history or ArrivalHistory()
         self.use = use
-        self._num_existing = 0
+        self._num_existing = num_replicas
         self._current = rules.within(num_replicas)
         self._wishes: deque[tuple[float, int]] = deque()
         self._last: tuple[float, ScalingFacts] | None = None
@@ -136,7 +136,7 @@ class Autoscaler:
 
     def decide(self, facts: ScalingFacts, now: float) -> ScalingDecision:
         """now: seconds since 1970."""
-        before, self._num_existing = self._num_existing, max(self._current, facts.num_existing)
+        before, self._num_existing = self._num_existing, facts.num_existing
         self.use = (self.use or DayUse(now)).later(max(before, self._num_existing), now)
         decision = self._by_load(facts, now)
         if self.rules.budget is not None:
@@ -170,9 +170,9 @@ class Autoscaler:
         num_above = max(0, self._current - fewest)
         num_leaving = max(0, self._num_existing - num_above - budget.num_fixed)
         num_more = budget.num_more(use, stay_s=self.rules.settle_s)
-        if budget.num_more(use) < num_above + num_leaving or not (num_above or num_more):
-            use = self.use = replace(use, spent_hours=max(use.spent_hours, budget.hours))
         is_spent = budget.is_spent(use)
+        if not is_spent and (budget.num_more(use) < num_above + num_leaving or not (num_above or num_more)):
+            is_spent, self.use = True, replace(use, spent_s=max(0.0, budget.left_s(use)))
         most = fewest + (0 if is_spent else max(num_above, num_more - num_leaving))
         closed_until = use.next_midnight if is_spent and not most else None
         if decision.num_replicas <= most:

@@ -13,27 +13,30 @@ from headrace.policy.scaling.history import DAY_S
 
 HOUR_S = 3600.0
 
+MAX_S = 1e11
+"""No time and no sum of a day is as large. Whole numbers of a file may be larger than any float."""
+
 
 @dataclass(frozen=True, slots=True)
 class DayUse:
     """What the replicas of a model have taken of a day.
 
-    at           seconds since 1970, up to which they are counted
-    replica_s    seconds of all of them together, since midnight
-    spent_hours  the largest budget that was found to leave no further replica until midnight
+    at         seconds since 1970, up to which they are counted
+    replica_s  seconds of all of them together, since midnight
+    spent_s    what was left when no further replica could be had: until midnight one takes more than that
     """
 
     at: float
     replica_s: float = 0.0
-    spent_hours: float = 0.0
+    spent_s: float = 0.0
 
     @staticmethod
     def of(given: object) -> DayUse:
         """What `astuple` has made. Raises ValueError where it is none."""
-        numbers = [float(each) for each in given] if isinstance(given, list) and all(type(each) in (int, float) for each in given) else []
-        if len(numbers) != 3 or not all(0.0 <= number < math.inf for number in numbers):
+        numbers = [each for each in given if type(each) in (int, float) and 0.0 <= each < MAX_S] if isinstance(given, list) else []
+        if not (isinstance(given, list) and len(given) == len(numbers) == 3):
             raise ValueError("not the use of a day")
-        return DayUse(*numbers)
+        return DayUse(*map(float, numbers))
 
     def later(self, num_replicas: int, now: float) -> DayUse:
         """num_replicas: the most since `at`. A clock that was set back gives nothing back."""
@@ -59,14 +62,18 @@ class DayBudget:
     num_fixed: int
     leave_s: float
 
+    def left_s(self, use: DayUse) -> float:
+        """Replica-seconds that are reserved for no replica."""
+        return self.hours * HOUR_S - use.replica_s - self.num_fixed * (use.next_midnight - use.at)
+
     def is_spent(self, use: DayUse) -> bool:
-        return self.hours <= use.spent_hours
+        """More hours or fewer fixed replicas than when it was found to be so leave more. A second: sums of floats differ."""
+        return self.left_s(use) < use.spent_s + 1.0
 
     def num_more(self, use: DayUse, *, stay_s: float = 0.0) -> int:
         """How many more than the fixed ones may run for `stay_s`, and leave then."""
         if self.is_spent(use):
             return 0
-        left_s, need_s = use.next_midnight - use.at, stay_s + self.leave_s
-        today_s = self.hours * HOUR_S - use.replica_s - self.num_fixed * left_s
+        need_s = stay_s + self.leave_s
         tomorrow_s = self.hours * HOUR_S - self.num_fixed * DAY_S
-        return max(0, math.floor(min(today_s / min(need_s, left_s), tomorrow_s / need_s)))
+        return max(0, math.floor(min(self.left_s(use) / min(need_s, use.next_midnight - use.at), tomorrow_s / need_s)))
