@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from patience import eventually
-from scripted_site import ScriptedSite, scripted_site
+from scripted_site import Script, ScriptedSite, scripted_site
 from virtual_time import virtual_loop
 
 from headrace.cli.admin.control import _shown_model
@@ -42,10 +42,10 @@ def keep_use(state: Path, left_s: float, *, hours: float = 25.0, least: int = 1)
     keep_scaling(state / "scaling.json", {"tiny": KeptScaling(5.0, use=DayUse(now, used_s))})
 
 
-def site_of(state: Path, *, hours: float = 25.0, least: int = 1) -> AbstractAsyncContextManager[ScriptedSite]:
+def site_of(state: Path, *, hours: float = 25.0, least: int = 1, script: Script | None = None) -> AbstractAsyncContextManager[ScriptedSite]:
     autoscale = ReplicaRange(min=least, max=3, replica_hours_per_day=hours)
     spec = ModelSpec(name="tiny", folder=Path("none"), autoscale=autoscale)
-    return scripted_site(specs=(spec,), gateway={"state": str(state)})
+    return scripted_site(specs=(spec,), gateway={"state": str(state)}, script=script)
 
 
 def busy(site: ScriptedSite, *names: str) -> None:
@@ -125,14 +125,36 @@ async def test_without_an_hour_left_no_replica_comes_and_gateways_say_until_when
         assert "closed_until" not in site.written["models"][0]
 
 
+async def test_a_model_that_is_taken_out_of_the_file_and_comes_back_has_what_was_left(tmp_path: Path) -> None:
+    async with site_of(tmp_path) as site:
+        busy(site, "tiny-0", "tiny-1")
+        await asyncio.sleep(KEEP_S - 5.0)
+        [spec] = site.source.config.models
+        for models in ((replace(spec, name="other", autoscale=None),), (spec,)):
+            site.write_file(models=models)
+            assert (await site.do("reload"))[-1] == {"event": "done"}
+            await asyncio.sleep(SOON_S)
+        assert (await model_status(site))["autoscale"]["replica_hours_today"] >= round(3 * (KEEP_S - 10.0) / HOUR_S, 2)
+
+
+async def test_a_replica_that_cannot_be_started_takes_no_hours(tmp_path: Path) -> None:
+    script = Script(failing={f"tiny-{number}": "no memory" for number in (1, 2)})
+    async with site_of(tmp_path, script=script) as site:
+        busy(site, "tiny-0")
+        await asyncio.sleep(3600.0)
+        assert "failed" in (await site.phases("tiny")).values()
+        assert (await model_status(site))["autoscale"]["replica_hours_today"] == pytest.approx(1.0, abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
         (
             {"min": 1, "replica_hours_per_day": 23.5},
-            r"day: 23.5 is less than 24, the hours of min and standby \(1\) in a day. Raise it, or",
+            r"day: 23.5 is less than 24.1: a day of min and standby \(1\), and one more for five minutes and its drain. Raise it, or",
         ),
-        ({"min": 1, "replica_hours_per_day": 40.0}, r"day: 40 is less than 48, the hours of min and standby \(2\) in a day"),
+        ({"min": 1, "replica_hours_per_day": 40.0}, r"day: 40 is less than 48.1: a day of min and standby \(2\), "),
+        ({"min": 0, "replica_hours_per_day": 0.02}, r"day: 0.02 is less than 0.09722: "),
         ({"min": 0, "replica_hours_per_day": 0.0}, r"day: 0.0 is outside 0..6144. Leave it out for no limit."),
         ({"min": 0, "replica_hours_per_day": 1e9}, r"day: 1000000000.0 is outside 0..6144"),
     ],

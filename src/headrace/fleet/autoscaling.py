@@ -16,9 +16,9 @@ from headrace.core.errors import HeadraceError, counted
 from headrace.fleet.commands import CommandAudit, ControlBusy, ModelProgress, no_operator
 from headrace.fleet.config import ModelSpec
 from headrace.fleet.gateways import GatewaysView
-from headrace.fleet.kept_scaling import KeptScaling, keep_scaling, note_of, read_note, read_scaling
+from headrace.fleet.kept_scaling import KeptScaling, keep_scaling, read_scaling
 from headrace.fleet.reconciler import Reconciler
-from headrace.policy.deployment import Deployment
+from headrace.policy.deployment import Deployment, ReplicaPhase
 from headrace.policy.scaling.autoscaler import Autoscaler, ScalingDecision, ScalingFacts, ScalingRules
 from headrace.policy.scaling.budget import DayUse
 
@@ -51,11 +51,11 @@ class Actuator(Protocol):
         """That load, serve, stand by or leave."""
         ...
 
-    def found_note(self, model: str) -> str | None:
-        """What the process left that scaled the model before, empty where there was none; None: the state folder has it."""
+    def found_use(self, model: str) -> DayUse | None:
+        """What the process left that scaled the model before; None: where there is one, the state folder has it."""
         ...
 
-    def leave_note(self, model: str, note: str) -> None:
+    def leave_use(self, model: str, use: DayUse) -> None:
         """For the process that scales the model next, where that may be on another machine."""
         ...
 
@@ -82,12 +82,15 @@ class ProcessActuator:
         return max((keeper.load_s for keeper in keepers if keeper.load_s is not None), default=None)
 
     def num_existing(self, model: str) -> int:
-        return len(self._reconciler.deployment.of(model))
+        """One that cannot be started counts while its process tries to."""
+        processes = self._reconciler.processes
+        replicas = self._reconciler.deployment.of(model)
+        return sum(replica.phase is not ReplicaPhase.FAILED or bool(processes[replica.name].keeper.pids) for replica in replicas)
 
-    def found_note(self, model: str) -> None:
+    def found_use(self, model: str) -> None:
         return None
 
-    def leave_note(self, model: str, note: str) -> None:
+    def leave_use(self, model: str, use: DayUse) -> None:
         """It would find this in the state folder."""
 
     async def scale(self, model: str, num_replicas: int, reason: str) -> None:
@@ -197,6 +200,8 @@ class Autoscaling:
         await self._reconciler.look()
         specs = [spec for spec in self._reconciler.config.models if spec.autoscale is not None]
         names = [spec.name for spec in specs]
+        if self.models.keys() - {*names}:
+            self._keep()  # a model that a reload has taken out may come back
         self.models = {name: self.models[name] for name in names if name in self.models}
         for name in self._reconciler.scaling.keys() - {*names}:
             self._reconciler.note_scaling(name, {})
@@ -219,14 +224,11 @@ class Autoscaling:
     async def _made(self, spec: ModelSpec, actuator: Actuator) -> ScaledModel:
         num_replicas = await actuator.num_replicas(spec.name)
         kept = read_scaling(self._reconciler.config.scaling_file).get(spec.name) or KeptScaling()
-        note, began = actuator.found_note(spec.name), self._ticked_at
-        if note is not None:
-            use = read_note(note) or DayUse(began)
-        elif kept.use is None:
-            use = DayUse(began)
-        else:  # between two supervisors no engine runs, and one that was killed has not written what its engines used last
+        use, began = actuator.found_use(spec.name), self._ticked_at
+        if use is None and kept.use is not None:
+            # Between two supervisors no engine runs, and one that was killed has not written what its engines used last.
             use = kept.use.later(actuator.num_existing(spec.name), min(began, kept.use.at + KEEP_S)).later(0, began)
-        return ScaledModel(self._rules(spec, kept.load_s), num_replicas, replace(kept, use=use))
+        return ScaledModel(self._rules(spec, kept.load_s), num_replicas, replace(kept, use=use or DayUse(began)))
 
     def _rules(self, spec: ModelSpec, load_s: float) -> ScalingRules:
         assert spec.autoscale is not None
@@ -250,7 +252,7 @@ class Autoscaling:
         model.reason = decision.reason
         self._note(spec, decision)
         if rules.budget is not None and (use := model.kept.use) is not None:
-            actuator.leave_note(spec.name, note_of(use))
+            actuator.leave_use(spec.name, use)
         try:
             await actuator.scale(spec.name, decision.num_replicas, decision.reason)
             model.failure = ""

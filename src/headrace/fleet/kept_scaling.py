@@ -14,7 +14,7 @@ from pathlib import Path
 from headrace.core.regular_files import read_file
 from headrace.machine.private_files import write_private_file
 from headrace.policy.scaling.autoscaler import ScalingRules
-from headrace.policy.scaling.budget import DayBudget, DayUse
+from headrace.policy.scaling.budget import DayUse
 from headrace.policy.scaling.history import ArrivalHistory
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def read_scaling(file: Path | None) -> dict[str, KeptScaling]:
         data = json.loads(read_file(file, MAX_KEPT_BYTES))
         return {str(name): _kept(model) for name, model in data["models"].items()}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        log.warning("%s cannot be read, the load of earlier days is not known: %r", file, error)
+        log.warning("%s cannot be read, the load of earlier days is not known, and the hours of this one begin anew: %r", file, error)
         return {}
 
 
@@ -50,27 +50,6 @@ def _kept(model: Mapping[str, object]) -> KeptScaling:
         raise ValueError("load_s")
     use = DayUse.of(model["use"]) if model.get("use") is not None else None
     return KeptScaling(load_s, ArrivalHistory.of(model["days"], model["weeks"]), use)
-
-
-def note_of(use: DayUse) -> str:
-    return json.dumps(astuple(use))
-
-
-def read_note(note: str) -> DayUse | None:
-    """What `note_of` has made. A damaged one is logged, and counts as none."""
-    try:
-        return DayUse.of(json.loads(note)) if note else None
-    except ValueError as error:
-        log.error("%r does not say what was used of the day, which begins anew: %s", note, error)
-        return None
-
-
-def closed_until(budget: DayBudget | None, note: str, now: float) -> float | None:
-    """When the budget leaves a replica again, where it leaves none now."""
-    use = read_note(note)
-    if budget is None or use is None or budget.num_fixed or not budget.is_spent(use) or now >= use.next_midnight:
-        return None
-    return use.next_midnight
 
 
 def keep_scaling(file: Path | None, models: Mapping[str, KeptScaling]) -> None:

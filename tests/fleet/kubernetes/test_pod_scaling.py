@@ -18,7 +18,7 @@ from virtual_time import virtual_loop
 
 from headrace.fleet.config import ModelSpec, ReplicaRange
 from headrace.fleet.kubernetes.actuator import REPEAT_S
-from headrace.fleet.kubernetes.lease import LEASE_S, NOTE, RENEW_S
+from headrace.fleet.kubernetes.lease import LEASE_S, RENEW_S, USE
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.policy.scaling import autoscaler
 from headrace.policy.scaling.autoscaler import MIN_SETTLE_S
@@ -256,14 +256,14 @@ async def test_of_gateway_pods_that_hold_requests_at_once_one_starts_a_pod(
 
 
 def use_of_day(kube: KubeServer) -> DayUse:
-    return DayUse.of(json.loads(kube.objects["leases", LEASE]["metadata"]["annotations"][NOTE]))
+    return DayUse.of(json.loads(kube.objects["leases", LEASE]["metadata"]["annotations"][USE]))
 
 
 async def leave(kube: KubeServer, left_s: float, hours: float, least: int) -> None:
     """As a gateway pod would that is gone now. left_s: replica-seconds that the day leaves beyond the fewest"""
     now = virtual_loop().unix_time()
     use = DayUse(now, hours * HOUR_S - least * (DAY_S - now % DAY_S) - left_s)
-    await kube.put("leases", LEASE, {"metadata": {"annotations": {NOTE: json.dumps(astuple(use))}}, "spec": {}})
+    await kube.put("leases", LEASE, {"metadata": {"annotations": {USE: json.dumps(astuple(use))}}, "spec": {}})
 
 
 async def test_the_hours_of_the_day_pass_to_the_gateway_pod_that_takes_over(kube: KubeServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +287,15 @@ async def test_the_hours_of_the_day_pass_to_the_gateway_pod_that_takes_over(kube
             await asyncio.sleep(RENEW_S)
             assert await reason(third) == "another gateway pod scales it"
     assert use_of_day(kube).replica_s <= 25 * HOUR_S - (DAY_S - use_of_day(kube).at % DAY_S)
+
+
+@pytest.mark.parametrize("edited", ["", "[", "[" * 100_000, "[1e999, 0, 0]", f"[1{'0' * 400}, 0, 0]", "7"])
+async def test_an_annotation_that_was_damaged_stops_no_scaling(kube: KubeServer, edited: str) -> None:
+    await kube.put("leases", LEASE, {"metadata": {"annotations": {USE: edited}}, "spec": {}})
+    async with gateway_pod(kube, far(hours=25.0)) as site:
+        wants(site, 1.0, 1)
+        await eventually(lambda: kube.replicas("statefulsets", "engines") == 2)
+        await eventually(lambda: use_of_day(kube).replica_s > 0.0)
 
 
 async def test_without_an_hour_left_no_gateway_pod_starts_a_pod_for_what_it_holds(

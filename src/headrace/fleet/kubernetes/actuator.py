@@ -13,12 +13,12 @@ from headrace.core.errors import counted
 from headrace.core.tasks import end_tasks
 from headrace.fleet.autoscaling import ACTOR, NotScaling
 from headrace.fleet.commands import CommandAudit, no_operator
-from headrace.fleet.kept_scaling import closed_until
 from headrace.fleet.kubernetes.api import CONFLICT, KubernetesApi, KubernetesFailed
 from headrace.fleet.kubernetes.lease import LeaderLease
 from headrace.fleet.kubernetes.scale import WorkloadScaler
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.reconciler import Reconciler
+from headrace.policy.scaling.budget import DayUse
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +64,14 @@ class PodActuator:
         service = self._service(model)
         workload, num_held = self._workloads[service], sum(status.num_held for status in self._reconciler.view.of(model))
         [budget] = [self._reconciler.config.day_budget(spec) for spec in self._reconciler.config.models if spec.name == model]
-        if budget is not None and workload.lease.note is None:
+        if budget is not None and not workload.lease.was_read:
             return  # what the day leaves is not known yet
-        until = closed_until(budget, workload.lease.note or "", time.time())
-        self._reconciler.note_scaling(model, {} if until is None else {"closed_until": until})
-        if until is not None or not num_held or self._reconciler.found.get(service) or await workload.scaler.num_replicas():
+        closed: dict[str, object] = {}
+        if budget is not None and not budget.num_fixed and workload.lease.use is not None:
+            use = workload.lease.use.later(0, time.time())
+            closed = {"closed_until": use.next_midnight} if budget.is_spent(use) else {}
+        self._reconciler.note_scaling(model, closed)
+        if closed or not num_held or self._reconciler.found.get(service) or await workload.scaler.num_replicas():
             return
         try:
             await workload.scaler.scale(1)
@@ -92,12 +95,12 @@ class PodActuator:
         num_before = workload.num_before if asyncio.get_running_loop().time() < workload.left_at else 0
         return max(workload.written, num_before, len(self._reconciler.found.get(service, ())))
 
-    def found_note(self, model: str) -> str:
+    def found_use(self, model: str) -> DayUse | None:
         """Each pod has a state folder of its own, and another pod may have scaled since."""
-        return self._held(model)[1].lease.note or ""
+        return self._held(model)[1].lease.use
 
-    def leave_note(self, model: str, note: str) -> None:
-        self._held(model)[1].lease.note = note
+    def leave_use(self, model: str, use: DayUse) -> None:
+        self._held(model)[1].lease.use = use
 
     async def scale(self, model: str, num_replicas: int, reason: str) -> None:
         service, workload = self._held(model)

@@ -7,13 +7,16 @@ well before that.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 from contextlib import suppress
+from dataclasses import astuple
 from datetime import UTC, datetime
 from typing import Any
 
 from headrace.fleet.kubernetes.api import CONFLICT, NOT_FOUND, ApiResource, KubernetesApi, KubernetesFailed, KubernetesObject
+from headrace.policy.scaling.budget import DayUse
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +27,14 @@ LEASE_S, HELD_S, RENEW_S = 15, 10.0, 4.0
 
 GIVE_UP_S = 2.0
 
-NOTE = "headrace/use-of-day"
+USE = "headrace/use-of-day"
 """Annotation of a Lease."""
 
 
 class LeaderLease:
     """identity: unlike that of every other pod, also of an earlier one of its name; failure: why it cannot be asked for
 
-    note  what its holder leaves to the next one: of this pod while it holds the Lease, else as it was last read; None: it never was
+    use  of the day by what its holder scales, as this pod counts it while it holds the Lease, else as it was last read; None: not known
     """
 
     def __init__(self, api: KubernetesApi, namespace: str, name: str, identity: str) -> None:
@@ -41,11 +44,15 @@ class LeaderLease:
         self._seen: tuple[object, ...] = ()
         self._seen_at = 0.0
         self.failure = ""
-        self.note: str | None = None
+        self.use: DayUse | None = None
 
     @property
     def is_held(self) -> bool:
         return self._clock() < self._held_until
+
+    @property
+    def was_read(self) -> bool:
+        return bool(self._seen)
 
     async def run(self) -> None:
         """Renews it, or waits for its end, until cancelled; then it is given up."""
@@ -73,14 +80,13 @@ class LeaderLease:
         except KubernetesFailed as error:
             if error.status != NOT_FOUND:
                 raise
-            self.note = self.note or ""
             await self._api.call("create", LEASES, self._namespace, body=self._made({"metadata": {"name": self._name}}))
             self._hold(began)
             return
         spec: dict[str, Any] = lease.get("spec") or {}
         holder, seen = spec.get("holderIdentity"), (spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions"))
         if holder != self._identity:
-            self.note = ((lease.get("metadata") or {}).get("annotations") or {}).get(NOTE, "")
+            self.use = _use_in(lease)
         now = self._clock()
         if seen != self._seen:  # counted from the answer on: its holder may have renewed it at any time before that
             self._seen, self._seen_at = seen, now
@@ -109,8 +115,8 @@ class LeaderLease:
             "leaseTransitions": int(before.get("leaseTransitions") or 0) + (not is_mine),
         }
         metadata: dict[str, Any] = lease.get("metadata") or {}
-        if self.note:
-            metadata = {**metadata, "annotations": {**(metadata.get("annotations") or {}), NOTE: self.note}}
+        if self.use is not None:
+            metadata = {**metadata, "annotations": {**(metadata.get("annotations") or {}), USE: json.dumps(astuple(self.use))}}
         return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", **lease, "metadata": metadata, "spec": spec}
 
     async def _give_up(self) -> None:
@@ -123,3 +129,12 @@ class LeaderLease:
                 lease = await self._api.call("get", LEASES, self._namespace, self._name)
                 if (lease.get("spec") or {}).get("holderIdentity") == self._identity:
                     await self._api.call("update", LEASES, self._namespace, self._name, self._made(lease, length_s=1))
+
+
+def _use_in(lease: KubernetesObject) -> DayUse | None:
+    given = ((lease.get("metadata") or {}).get("annotations") or {}).get(USE)
+    try:
+        return None if given is None else DayUse.of(json.loads(given))
+    except (ValueError, TypeError, RecursionError) as error:
+        log.error("the annotation %s of a Lease does not say what was used of the day, which begins anew: %r", USE, error)
+        return None
