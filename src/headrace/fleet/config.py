@@ -18,7 +18,7 @@ from headrace.core.option import Reload, Role, check_options, option, options, r
 from headrace.core.parallelism import Parallelism
 from headrace.core.strict_decode import NeedsExactlyOne
 from headrace.fleet.admin_listen import AdminListen
-from headrace.fleet.kept_scaling import read_scaling
+from headrace.fleet.kept_scaling import KeptScaling, read_scaling
 from headrace.fleet.kubernetes.endpoints import MAX_ENGINES
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.launcher import SECRET_VARIABLES
@@ -26,8 +26,8 @@ from headrace.fleet.ray.options import RayOptions
 from headrace.machine.folders import expanded
 from headrace.observe.logs import LogFormat
 from headrace.policy.deployment import Deployment, RolloutOptions, replica_prefix
-from headrace.policy.scaling.autoscaler import ScalingRules
-from headrace.policy.scaling.budget import DayBudget
+from headrace.policy.scaling.autoscaler import MIN_SETTLE_S, ScalingRules
+from headrace.policy.scaling.budget import HOUR_S, DayBudget, DayUse
 from headrace.registry.cache import version_in
 from headrace.registry.names import is_reference
 from headrace.text.folder import digests_of
@@ -356,9 +356,11 @@ def _check_range(where: str, autoscale: ReplicaRange) -> None:
 
 
 def _check_budget(where: str, budget: DayBudget | None) -> None:
-    if budget is not None and budget.hours < DAY_H * budget.num_fixed:
-        reason = f"{budget.hours:g} is less than {DAY_H * budget.num_fixed}, the hours of min and standby ({budget.num_fixed}) in a day"
-        raise ConfigError(f"{where}.autoscale.replica_hours_per_day", reason, "Raise it, or lower min or standby.")
+    if budget is not None and not budget.num_more(DayUse(0.0), stay_s=MIN_SETTLE_S):
+        least = DAY_H * budget.num_fixed + (MIN_SETTLE_S + budget.leave_s) / HOUR_S
+        reason = f"{budget.hours:g} is less than {least:.4g}: a day of min and standby ({budget.num_fixed}), and one more for five minutes"
+        remedy = "Raise it, or lower min, standby or drain_timeout_s."
+        raise ConfigError(f"{where}.autoscale.replica_hours_per_day", f"{reason} and its drain", remedy)
 
 
 def _check_counts(where: str, model: ModelSpec, autoscale: ReplicaRange) -> None:
@@ -495,10 +497,11 @@ class DesiredState:
     def _num_wanted(self, spec: ModelSpec, before: int | None) -> int:
         """A start is bounded by what the day has left: a deployment that is started again and again would not count as scaled."""
         number, budget = spec.num_wanted(before), self.config.day_budget(spec)
-        kept = read_scaling(self.config.scaling_file).get(spec.name) if before is None and budget is not None else None
-        if spec.autoscale is None or budget is None or kept is None or kept.use is None:
+        if before is not None or spec.autoscale is None or budget is None:
             return number
-        return min(number, spec.autoscale.min + budget.num_more(kept.use.later(0, time.time()), stay_s=kept.load_s))
+        kept, now = read_scaling(self.config.scaling_file).get(spec.name, KeptScaling()), time.time()
+        use = (kept.use or DayUse(now)).later(0, now)
+        return min(number, spec.autoscale.min + budget.num_more(use, stay_s=kept.load_s))
 
     def is_version(self, spec: ModelSpec, deployment: Deployment) -> bool:
         """Whether it is another version of the model than the one that serves."""
