@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,6 +48,15 @@ def test_a_token_in_the_environment_that_ray_does_not_send_is_named(monkeypatch:
     assert "secret" not in refusal()
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     assert "RAY_AUTH_MODE" not in refusal()
+
+
+def test_without_a_home_the_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert refusal().startswith("ray.address: no cluster can be used at 'head:6379'")
 
 
 def test_a_token_in_the_users_home_that_ray_does_not_send_is_named(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def _short(error: Exception) -> str:
 def _unused_token() -> str:
     """What to do where Ray has a token and does not send it: `ray start` switches it on by itself, and a program that joins does not."""
     found = [name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(name)]
-    if (file := Path.home() / ".ray" / "auth_token").exists():
-        found.append(str(file))
+    if os.path.exists(file := os.path.expanduser("~/.ray/auth_token")):  # false where the home cannot be read, or is not known
+        found.append(file)
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token" or not found:
         return ""
     return f"Set RAY_AUTH_MODE=token if the cluster wants a token: Ray has one ({found[0]}), and does not send it."
