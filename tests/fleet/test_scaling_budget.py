@@ -125,6 +125,22 @@ async def test_without_an_hour_left_no_replica_comes_and_gateways_say_until_when
         assert "closed_until" not in site.written["models"][0]
 
 
+async def test_a_supervisor_that_is_killed_soon_has_written_what_counts_of_the_one_before(tmp_path: Path) -> None:
+    file = tmp_path / "scaling.json"
+    keep_use(tmp_path, 5000.0)
+    before = read_scaling(file)["tiny"].use
+    for _ in range(3):
+        virtual_loop().be_late(20.0)
+        async with site_of(tmp_path):
+            await asyncio.sleep(SOON_S)
+            as_killed = file.read_bytes()
+        file.write_bytes(as_killed)
+    after = read_scaling(file)["tiny"].use
+    assert before is not None
+    assert after is not None
+    assert after.replica_s - before.replica_s >= 3 * 20.0
+
+
 async def test_a_model_that_is_taken_out_of_the_file_and_comes_back_has_what_was_left(tmp_path: Path) -> None:
     async with site_of(tmp_path) as site:
         busy(site, "tiny-0", "tiny-1")

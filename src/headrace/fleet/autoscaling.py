@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -177,7 +178,8 @@ class Autoscaling:
         self._actuator_of = actuator_of
         self._clock = asyncio.get_running_loop().time
         self._since = time.time() - self._clock()  # the loop's clock is never set back
-        self._kept_at = self._ticked_at = self._now
+        self._ticked_at = self._now
+        self._kept_at = -math.inf  # kept by the first tick: of a supervisor that is killed soon, again and again, each start counts
 
     @property
     def _now(self) -> float:

@@ -359,6 +359,13 @@ async def test_a_fallbacks_answer_shows_that_the_model_is_wanted(text: TextModel
         assert held(bench) == 0
 
 
+async def test_a_fallback_answers_for_a_model_without_an_hour_left(text: TextModel) -> None:
+    cub = {"name": "cub", "folder": "/nowhere", "replicas": [{"name": "of-cub", "address": "unix:/nowhere"}]}
+    closed = {**ASLEEP, "closed_until": virtual_loop().unix_time() + 3600.0, "fallbacks": {"failed": ["cub"]}}
+    async with open_bench(text, models=[closed, cub]) as bench:
+        assert (await bench.chat()).json()["model"] == "cub"
+
+
 @asynccontextmanager
 async def between_hold_and_submission(
     text: TextModel, monkeypatch: pytest.MonkeyPatch, happens: Callable[[TestBench], Awaitable[None]], **changes: Any
