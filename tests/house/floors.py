@@ -237,7 +237,7 @@ FLOORS: dict[str, Floor] = {
         ("aiohttp", "msgspec"),
     ),
     "headrace.fleet": Floor((*GROUND, *_ours("policy", "registry.cache", "registry.names")), (), ("aiohttp", "cryptography")),
-    "headrace.fleet.kubernetes": Floor((*GROUND, *_ours("fleet")), ("aiohttp",)),
+    "headrace.fleet.kubernetes": Floor((*GROUND, *_ours("fleet", "policy.scaling.budget")), ("aiohttp",)),
     "headrace.fleet.kubernetes.endpoints": Floor(),
     "headrace.fleet.kubernetes.service": Floor(_ours("core")),
     "headrace.fleet.ray.cluster": Floor(_ours("core", "fleet.ray"), (), ("ray",)),
