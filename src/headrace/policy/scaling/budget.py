@@ -33,8 +33,8 @@ class DayUse:
     @staticmethod
     def of(given: object) -> DayUse:
         """What `astuple` has made. Raises ValueError where it is none."""
-        numbers = [each for each in given if type(each) in (int, float) and 0.0 <= each < MAX_S] if isinstance(given, list) else []
-        if not (isinstance(given, list) and len(given) == len(numbers) == 3):
+        numbers = given if isinstance(given, list) else []
+        if len(numbers) != 3 or not all(type(each) in (int, float) and 0.0 <= each < MAX_S for each in numbers):
             raise ValueError("not the use of a day")
         return DayUse(*map(float, numbers))
 
