@@ -353,7 +353,7 @@ class ScaledModelMachine(RuleBasedStateMachine):
         self.fill = 0.5
         self.arrived, self.all_arrived, self.num_held = 0, 0, 0
         self.last_answer = self.now
-        self.num_replicas = 2
+        self.num_replicas = self.num_seen = 2
         self.look(silent=False)
 
     def look(self, *, silent: bool) -> None:
@@ -365,7 +365,8 @@ class ScaledModelMachine(RuleBasedStateMachine):
         self.last_answer = self.last_answer if silent else self.now
         decision = self.model.decide("tiny", view, self.RULES, self.now, num_existing=len(self.tokens))
         assert decision is not None
-        if is_blind and self.tokens:
+        self.num_seen = self.num_seen if silent else len(self.tokens)
+        if is_blind and self.num_seen:
             assert decision.num_replicas == self.num_replicas, "without news nothing changes"
         assert decision.reason
         self.num_replicas = decision.num_replicas
