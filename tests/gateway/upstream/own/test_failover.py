@@ -18,6 +18,7 @@ from gateway_kit import (
     FakeReplica,
     TestBench,
     eventually,
+    gateway_config,
     metric,
     open_bench,
     snapshot,
@@ -244,6 +245,19 @@ async def test_a_stream_waits_for_its_own_replica_to_be_started_anew(text: TextM
         await reader
         assert answer.seen() == whole.seen()
         assert stream.num_resumes == 1
+
+
+async def test_a_stream_waits_for_no_replica_where_the_hours_of_the_day_are_used_up(text: TextModel) -> None:
+    async with open_bench(text, timeouts=WAIT) as bench:
+        (replica,) = equal_replicas(bench)
+        stream, began = stream_of(bench, text), virtual_loop().time()
+        await read(stream, Answer(), until=7)
+        closed = {"replicas": [], "starts_on_demand": True, "closed_until": virtual_loop().unix_time() + 3600.0}
+        await bench.reloader.reload(lambda: gateway_config(models=[{"name": MODEL, "folder": "/nowhere", **closed}], timeouts=WAIT))
+        replica.die()
+        with pytest.raises(ReplicaLost):
+            await read(stream, Answer())
+        assert virtual_loop().time() - began < 1.0
 
 
 async def test_a_resume_that_is_rejected_is_tried_again_while_there_is_time(text: TextModel) -> None:

@@ -394,7 +394,8 @@ class CallAttempts:
     async def _wait(self, group: SequenceGroup, error: Exception) -> None:
         assert group.wait_until is not None
         remaining_s = group.wait_until - self._pool.clock()
-        if remaining_s <= TIMER_EARLY_S or (self._call.has_fallback and not self._num_read):
+        is_vain = self._pool.is_closed or (self._call.has_fallback and not self._num_read)
+        if remaining_s <= TIMER_EARLY_S or is_vain:
             self._give_up(group.numerics, error)
         group.tried.clear()
         await self._wait_for(asyncio.create_task(self._pool.wait_for_change()), remaining_s)
