@@ -1,4 +1,4 @@
-"""Tests what the Dockerfile promises, by its text: no container engine builds it here."""
+"""Tests what the Dockerfile promises, by its text: `bench.image` tries the image."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from helm_kit import merged, pod_of, rendered
 
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from tests.house.reader import ROOT
+from tools.lock_image import EXTRAS
 
 pytestmark = pytest.mark.pure
 
@@ -70,12 +71,32 @@ def test_its_health_is_a_probe_of_the_gateway() -> None:
     assert found[2] in {endpoint.path for endpoint in ENDPOINTS if endpoint.is_probe}
 
 
-def test_what_is_installed_has_the_versions_of_the_constraints() -> None:
+def test_what_is_installed_has_a_hash_and_the_version_of_the_constraints() -> None:
     installs = [rest for rest in of("RUN", 0) if "pip install" in rest]
-    assert len(installs) == 2
-    assert all("-c constraints.txt" in rest for rest in installs)
-    [extras] = [rest.removeprefix("EXTRAS=") for rest in of("ARG", 0) if rest.startswith("EXTRAS=")]
-    assert set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"])
+    assert all("--no-deps" in rest for rest in installs)
+    assert [rest for rest in installs if "--require-hashes" not in rest] == ["pip install --no-deps --no-build-isolation ."]
+    constraints = versions("constraints.txt")
+    needs = [
+        *PROJECT["project"]["dependencies"],
+        *(each for extra in EXTRAS for each in PROJECT["project"]["optional-dependencies"][extra]),
+    ]
+    for torch in ("cpu", "gpu"):
+        installed = versions("deploy/docker/requirements.txt") | versions(f"deploy/docker/torch-{torch}.txt")
+        assert not {name: version for name, version in installed.items() if constraints.get(name, version) != version}
+        missing = [name for need in needs if (name := plain(re.split(r"[^\w.-]", need)[0])) not in installed]
+        assert not missing, "run tools/lock_image.py"
+
+
+def plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def versions(file: str) -> dict[str, str]:
+    """Where it has hashes, each package has one."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    found = re.findall(r"^([\w.-]+)==(\S+)(.*(?:\n .*)*)", text, flags=re.MULTILINE)
+    assert len({"--hash=sha256:" in rest for _, _, rest in found}) == 1, file
+    return {plain(name): version for name, version, _ in found}
 
 
 def test_no_secret_and_no_file_from_elsewhere_comes_in() -> None:
