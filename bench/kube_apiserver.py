@@ -37,6 +37,7 @@ from headrace.fleet.kubernetes.scale import WorkloadScaler
 from headrace.fleet.kubernetes.service import KubernetesService
 from headrace.fleet.kubernetes.watch import EndpointWatch
 from headrace.lab.environment import environment
+from headrace.policy.scaling.budget import DayUse
 
 RELEASE, NAMESPACE = "demo", "llm"
 SERVICE = f"{RELEASE}-engines"
@@ -249,14 +250,14 @@ async def lead(cluster: Cluster) -> dict[str, object]:
     for lease in leases:
         tasks.append(asyncio.create_task(lease.run()))
         await until(lambda: leases[0].is_held)
-    leases[0].note = "left by a"
+    leases[0].use = DayUse(1.0, 2.0)
     await asyncio.sleep(10)
     held = [lease.is_held for lease in leases]
     tasks[0].cancel()
     after_s = await until(lambda: leases[1].is_held)
     tasks[1].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    return {"held": held, "next_holder_s": after_s, "note": leases[1].note, "failures": [lease.failure for lease in leases]}
+    return {"held": held, "next_holder_s": after_s, "use": str(leases[1].use), "failures": [lease.failure for lease in leases]}
 
 
 async def tried(cluster: Cluster, crd: Path | None, restart: Callable[[], None]) -> dict[str, object]:

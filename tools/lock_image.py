@@ -19,19 +19,24 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 HEADER = "# By tools/lock_image.py, for CPython 3.11 on x86-64 Linux.\n"
 
 
-def main() -> None:
-    wheel = Path(sys.argv[1])
+def packages_of(extras: tuple[str, ...]) -> list[str]:
     command = ["uv", "pip", "compile", "-q", "pyproject.toml", "-c", "constraints.txt", "--python-version", "3.11", "--generate-hashes"]
     command += ["--python-platform", "x86_64-manylinux_2_28", "--no-annotate", "--no-header", "--no-emit-index-url"]
-    command += [word for extra in EXTRAS for word in ("--extra", extra)]
+    command += [word for extra in extras for word in ("--extra", extra)]
     text = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
-    packages = re.findall(r"^\S.*(?:\n .*)*\n", text, flags=re.MULTILINE)
+    return re.findall(r"^\S.*(?:\n .*)*\n", text, flags=re.MULTILINE)
+
+
+def main() -> None:
+    wheel = Path(sys.argv[1])
+    packages = packages_of(EXTRAS)
     version = wheel.name.split("-")[1].partition("+")[0]
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     written = {
         "requirements.txt": "".join(each for each in packages if not CUDA.match(each)),
         "torch-cpu.txt": f"--index-url {CPU_INDEX}\ntorch=={version} \\\n    --hash=sha256:{digest}\n",
         "torch-gpu.txt": "".join(each for each in packages if CUDA.match(each)),
+        "ray.txt": "".join(each for each in packages_of((*EXTRAS, "ray")) if each not in packages),
     }
     for name, lines in written.items():
         (FOLDER / name).write_text(HEADER + lines, encoding="utf-8")

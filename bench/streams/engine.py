@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from headrace.core.adapters import AdapterSource
 from headrace.core.errors import ConfigError
@@ -26,6 +26,7 @@ from headrace.core.model_info import KvGroup, ModelInfo
 from headrace.core.request import EngineRequest
 from headrace.core.sleep import SleepLevel
 from headrace.core.update import FinishReason, SequenceUpdate
+from headrace.engine.loop import Engine
 from headrace.engine.server.config import ProcessConfig
 from headrace.engine.server.dispatcher import Updates
 from headrace.engine.server.process import leave, run_process
@@ -142,7 +143,7 @@ class PacedEngine:
 def main() -> None:
     given = json.loads(Path(sys.argv[1]).read_text())
     config = ProcessConfig(replica="r0", address=given["address"])
-    leave(run_process(lambda outbox: PacedEngine(outbox, given), config, Leash(None)))
+    leave(run_process(lambda outbox: cast(Engine, PacedEngine(outbox, given)), config, Leash(None)))
 
 
 if __name__ == "__main__":

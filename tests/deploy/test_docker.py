@@ -78,10 +78,14 @@ def test_what_is_installed_has_a_hash_and_the_version_of_the_constraints() -> No
     constraints = versions("constraints.txt")
     needs = [
         *PROJECT["project"]["dependencies"],
-        *(each for extra in EXTRAS for each in PROJECT["project"]["optional-dependencies"][extra]),
+        *(each for extra in (*EXTRAS, "ray") for each in PROJECT["project"]["optional-dependencies"][extra]),
     ]
     for torch in ("cpu", "gpu"):
-        installed = versions("deploy/docker/requirements.txt") | versions(f"deploy/docker/torch-{torch}.txt")
+        installed = {
+            name: version
+            for file in ("requirements", "ray", f"torch-{torch}")
+            for name, version in versions(f"deploy/docker/{file}.txt").items()
+        }
         assert not {name: version for name, version in installed.items() if constraints.get(name, version) != version}
         missing = [name for need in needs if (name := plain(re.split(r"[^\w.-]", need)[0])) not in installed]
         assert not missing, "run tools/lock_image.py"

@@ -447,8 +447,8 @@ def _scaling_rules(text: str, site: _Site, slo: Slo | None, load_s: float | None
     load_s = site.load_s if load_s is None else load_s
     if load_s is None or not 0 <= load_s < math.inf:
         raise UsageRefused("--autoscale: how long a replica takes to load is not known; give --load-time SECONDS.")
-    goal = {} if slo is None or slo.ttft_s is None else {"ttft_s": slo.ttft_s}
-    return ScalingRules(min_replicas=int(numbers[1]), max_replicas=int(numbers[2]), load_s=load_s, **goal)
+    rules = ScalingRules(min_replicas=int(numbers[1]), max_replicas=int(numbers[2]), load_s=load_s)
+    return rules if slo is None or slo.ttft_s is None else replace(rules, ttft_s=slo.ttft_s)
 
 
 def _three(text: str, flag: str, form: str) -> tuple[float, float, float]:
