@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("numba")
 
 from headrace.machine.cache_folder import cache_root, open_private
-from headrace.tensor.kernels.cpu.jit import launch
+from headrace.tensor.kernels.cpu.jit import disk_cache, launch
 from headrace.tensor.kernels.cpu.jit.disk_cache import DataFiles, Disk, KernelCache, choose_cache, code_key, keep
 
 pytestmark = pytest.mark.pure
@@ -132,6 +132,14 @@ def test_two_processes_that_write_at_once_write_no_code_under_the_others_signatu
     one.save("int", "code for int")
     started_next = DataFiles(str(tmp_path), "kernel", "stamp")
     assert [started_next.load(key) for key in ("int", "float")] == ["code for int", "code for float"]
+
+
+def test_what_another_process_compiles_is_waited_for_in_a_pure_test_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two processes of the tests compile a kernel at once, the test of the later one may not fail for its wait."""
+    answers = iter((False, True))
+    monkeypatch.setattr(disk_cache, "_locked", lambda _: next(answers))
+    with disk_cache.only_here(tmp_path / "kernel.lock"):
+        assert next(answers, None) is None
 
 
 def test_folders_are_made_for_this_user_alone(tmp_path: Path) -> None:
