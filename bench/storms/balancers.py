@@ -403,7 +403,7 @@ async def over_tls(balanced: Balanced, clients: Clients, prefix: str) -> int:
 async def storm(
     name: str, site: HandStartedSite, gateways: dict[str, HandStarted], large_engine: HandStarted, count: int
 ) -> dict[str, Any]:
-    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120)
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=300)
     with balanced(name, site, gateways, large_engine) as running:
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             direct = Clients(session, next(iter(gateways.values())).port)
