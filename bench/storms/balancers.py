@@ -61,6 +61,8 @@ LEFT_AFTER, LEFT_S = 5, 0.5
 """Events after which a client leaves its stream, and seconds until it resumes it."""
 LARGE_BODY_BYTES = 250_000
 LOGGED_S = 2.0
+FAILOVER_S = 0.0
+"""Of the gateways, as docs/load_balancers.md has it: a lost model's requests are sent on by the balancer, and are not held."""
 DEAD_S = 3.0
 """Seconds for which a model is left without its engine."""
 BACK_WITHIN_S = 60.0
@@ -403,7 +405,7 @@ async def over_tls(balanced: Balanced, clients: Clients, prefix: str) -> int:
 async def storm(
     name: str, site: HandStartedSite, gateways: dict[str, HandStarted], large_engine: HandStarted, count: int
 ) -> dict[str, Any]:
-    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=300)
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120)
     with balanced(name, site, gateways, large_engine) as running:
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             direct = Clients(session, next(iter(gateways.values())).port)
@@ -446,6 +448,7 @@ def run(names: list[str], count: int) -> dict[str, dict[str, Any]]:
                 aliases=(MODEL_SMALL,),
                 further={MODEL_LARGE: {"large0": large_engine.address}},
                 request_log=log,
+                timeouts={"failover_s": FAILOVER_S},
             )
         for gateway in gateways.values():
             gateway.wait_ready()
